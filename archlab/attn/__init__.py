@@ -1,0 +1,1 @@
+"""Attention plugins: one file a mechanism."""

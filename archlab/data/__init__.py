@@ -1,0 +1,1 @@
+"""Sources of tokens: one file a source."""

@@ -1,0 +1,1 @@
+"""Feed-forward plugins: one file a mechanism."""
