@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +103,14 @@ class Cache:
 
 
 class Plugin(nn.Module):
-    """What attention and FFN plugins have in common: both hooks are optional."""
+    """What attention and FFN plugins have in common: all of it is optional.
+
+    Attributes:
+        aux_only: {child module or parameter: auxiliary loss}: what learns from that loss alone. The language-model loss
+            does not reach it, and that auxiliary loss reaches nothing else.
+    """
+
+    aux_only: ClassVar[dict[str, str]] = {}
 
     def after_step(self, progress: float) -> None:
         """Called after every optimizer step with the share of training done, in [0, 1], and once more before the first

@@ -41,8 +41,10 @@ class EntryPointSearchPath(SearchPathPlugin):
     """Appends the conf packages of other distributions to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        known = {element.path for element in search_path.get_path()}
         for entry in entry_points(group="archlab.plugins"):
-            search_path.append(provider=entry.name, path=f"pkg://{entry.value}")
+            if f"pkg://{entry.value}" not in known:
+                search_path.append(provider=entry.name, path=f"pkg://{entry.value}")
 
 
 def register() -> None:

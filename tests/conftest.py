@@ -1,0 +1,14 @@
+"""What all tests share."""
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+
+@pytest.fixture(autouse=True)
+def _clean_slate():
+    """No test inherits another's random state or Hydra application, and small work is not split over threads."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    GlobalHydra.instance().clear()

@@ -1,0 +1,157 @@
+"""The contract suite can fail: each planted fault below must turn the named check red.
+
+A fault is one replacement in one file. archlab is imported anew with the changed source, the check runs on a variant
+that the fault should harm, and an AssertionError is demanded: a crash would prove nothing.
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import archlab
+
+PACKAGE = Path(archlab.__file__).parent
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, where it is planted, and the check and variant that must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    check: str
+    attn: str = "gqa"
+    ffn: str = "swiglu"
+
+
+FAULTS = [
+    Fault(
+        "decode forgets the position of its tokens",
+        "nn/rope.py", "[pos : pos + t, None]", "[0:t, None]",
+        "cached_equals_full",
+    ),
+    Fault(
+        "ragged rows all rotate as if at position 0",
+        "nn/rope.py", "positions = pos[:, None] + torch", "positions = 0 * pos[:, None] + torch",
+        "ragged_rows",
+    ),
+    Fault(
+        "query heads tiled over KV heads, not interleaved",
+        "nn/attention.py", "sdpa(q.reshape(b, g, h // g * t, c)", "sdpa(q.reshape(b, h // g, g, t, c).transpose(1, 2).reshape(b, g, h // g * t, c)",
+        "cached_equals_full",
+    ),
+    Fault(
+        "causal mask aligned to the first key, not the last",
+        "nn/attention.py", "query = query + pos if isinstance(pos, int) else", "query = query if isinstance(pos, int) else",
+        "cached_equals_full",
+    ),
+    Fault(
+        "no causal mask in the full pass",
+        "nn/attention.py", "is_causal=True", "is_causal=False",
+        "causality",
+    ),
+    Fault(
+        "unwritten slots are read under a mask",
+        "attn/gqa.py", "return slots[:, :, : last_position(pos, slots.shape[2]) + t]", "return slots",
+        "cached_equals_full",
+    ),
+    Fault(
+        "capacity taken for length",
+        "attn/gqa.py", "return slots[:, :, : pos + t]", "return slots",
+        "capacity",
+    ),
+    Fault(
+        "window one token too wide",
+        "nn/attention.py", "(age < window)", "(age <= window)",
+        "cached_equals_full", attn="swa",
+    ),
+    Fault(
+        "ring written one slot off",
+        "attn/gqa.py", "_append(state.kv, kv, pos % n)", "_append(state.kv, kv, (pos + 1) % n)",
+        "cached_equals_full", attn="swa",
+    ),
+    Fault(
+        "tokens of a long piece overwritten before they are seen",
+        "attn/gqa.py", "torch.cat([old, kv.to(old.dtype)], dim=2), n_old)", "kv, 0)",
+        "cached_equals_full", attn="swa",
+    ),
+    Fault(
+        "keys kept on the module",
+        "attn/gqa.py", "q, kv = self.project(x, pos)", "q, kv = self.project(x, pos)\n        self.last = kv",
+        "module_is_stateless",
+    ),
+    Fault(
+        "the cache stays where it was",
+        "model.py", "cache.pos = pos + tokens.shape[1]", "cache.pos = pos",
+        "cached_equals_full",
+    ),
+    Fault(
+        "a clone shares its tensors",
+        "mixer.py", "{name: t.clone() for name", "{name: t for name",
+        "snapshots",
+    ),
+    Fault(
+        "a fork takes the first rows, whichever were asked for",
+        "mixer.py", "t.index_select(0, rows)", "t[: len(rows)]",
+        "snapshots",
+    ),
+]  # fmt: skip
+
+
+class _Mutant(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Imports one module from changed source; all others are left to the ordinary finders."""
+
+    def __init__(self, file: str, source: str):
+        self.path = PACKAGE / file
+        self.module = ".".join(["archlab", *Path(file).with_suffix("").parts])
+        self.source = source
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == self.module:
+            return importlib.util.spec_from_loader(fullname, self, origin=str(self.path))
+        return None
+
+    def get_filename(self, fullname):
+        return str(self.path)
+
+    def get_data(self, path):
+        return self.source.encode()
+
+
+def _forget_archlab() -> dict:
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "archlab"}
+
+
+@contextmanager
+def planted(fault: Fault):
+    """`archlab.testing`, imported anew over the faulty source."""
+    source = (PACKAGE / fault.file).read_text()
+    assert source.count(fault.old) == 1, f"{fault.file} holds {source.count(fault.old)} times {fault.old!r}"
+    mutant = _Mutant(fault.file, source.replace(fault.old, fault.new))
+    healthy = _forget_archlab()
+    sys.meta_path.insert(0, mutant)
+    try:
+        yield importlib.import_module("archlab.testing")
+    finally:
+        sys.meta_path.remove(mutant)
+        _forget_archlab()
+        sys.modules.update(healthy)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_fault_turns_the_suite_red(fault):
+    with planted(fault) as testing:
+        check = getattr(testing, f"check_{fault.check}")
+        with pytest.raises(AssertionError):
+            check(testing.Variant(fault.attn, fault.ffn))
+
+
+def test_there_are_enough_faults():
+    assert len(FAULTS) >= 25
