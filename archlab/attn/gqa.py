@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from archlab.errors import UsageError
 from archlab.mixer import Aux, Mixer, Position, State
-from archlab.nn.attention import causal_attention, last_position
+from archlab.nn.attention import append, causal_attention, last_position
 from archlab.nn.rope import rotate
 
 
@@ -79,7 +79,7 @@ class GroupedQueryAttention(Mixer):
         if state is None:
             y = self._attend(q, kv, 0)
         elif self.window is None:
-            y = self._attend(q, _append(state.kv, kv, pos), pos)
+            y = self._attend(q, append(state.kv, kv, pos), pos)
         else:
             y = self._attend_ring(q, kv, pos, state)
         return self.out(y.transpose(1, 2).flatten(2)), {}
@@ -104,7 +104,7 @@ class GroupedQueryAttention(Mixer):
         the last of them may overwrite what the first still sees."""
         n, t = state.kv.shape[2], q.shape[2]
         if t == 1:
-            _append(state.kv, kv, pos % n)
+            append(state.kv, kv, pos % n)
             newest = min(pos, n - 1) if isinstance(pos, int) else pos.clamp(max=n - 1)
             k, v = state.kv[:, :, : last_position(newest, n) + 1].chunk(2, dim=1)
             return causal_attention(q, k, v, pos=newest)
@@ -120,18 +120,6 @@ class GroupedQueryAttention(Mixer):
     def mix_flops(self, context: int) -> int:
         seen = context if self.window is None else min(context, self.window)
         return 4 * self.n_heads * self.head_dim * seen
-
-
-def _append(slots: Tensor, new: Tensor, pos: Position) -> Tensor:
-    """Write new (b n t c) at `pos` of slots (b n s c); returns the slots up to the last written one."""
-    t = new.shape[2]
-    if isinstance(pos, int):
-        slots[:, :, pos : pos + t] = new
-        return slots[:, :, : pos + t]
-    rows = torch.arange(len(pos), device=new.device)[:, None]
-    # Indexing axes 0 and 2 together puts them first: (b t n c).
-    slots[rows, :, pos[:, None] + torch.arange(t, device=new.device)] = new.transpose(1, 2).to(slots.dtype)
-    return slots[:, :, : last_position(pos, slots.shape[2]) + t]
 
 
 def width_of_head(d_model: int, n_heads: int) -> int:

@@ -44,6 +44,18 @@ def last_position(pos: Position, capacity: int) -> int:
     return int(pos.max()) if pos.device.type == "cpu" else capacity - 1
 
 
+def append(slots: Tensor, new: Tensor, pos: Position) -> Tensor:
+    """Write new (b n t c) at `pos` of slots (b n s c); returns the slots up to the last written one."""
+    t = new.shape[2]
+    if isinstance(pos, int):
+        slots[:, :, pos : pos + t] = new
+        return slots[:, :, : pos + t]
+    rows = torch.arange(len(pos), device=new.device)[:, None]
+    # Indexing axes 0 and 2 together puts them first: (b t n c).
+    slots[rows, :, pos[:, None] + torch.arange(t, device=new.device)] = new.transpose(1, 2).to(slots.dtype)
+    return slots[:, :, : last_position(pos, slots.shape[2]) + t]
+
+
 def visible(pos: Position, t: int, s: int, *, device: torch.device, window: int | None = None) -> Tensor:
     """Which keys each query sees: bool (t s), or (b 1 t s) for a ragged pos."""
     query = torch.arange(t, device=device)
