@@ -36,6 +36,11 @@ def causal_attention(
     return y.to(dtype)
 
 
+def wants_one_width(device: torch.device) -> bool:
+    """Whether the kernels that never hold the score matrix refuse values of another width than the keys."""
+    return device.type in ("cpu", "cuda")
+
+
 def last_position(pos: Position, capacity: int) -> int:
     """A bound on the positions of a call, so that no slot beyond it is read: exact where that costs no transfer to the
     host, else the last slot of the capacity."""
