@@ -6,12 +6,12 @@ theirs through the entry point group `archlab.plugins`, whose value names a pack
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
@@ -29,6 +29,8 @@ from archlab.errors import UsageError
 GROUPS = ("attn", "ffn")
 HARNESS_ARGS = ("d_model", "layer_idx", "n_layers")
 """What the harness passes to a plugin's constructor; a yaml file may not set them."""
+PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+"""Types whose values are judged before a constructor sees them, as a user calls them."""
 
 
 def conf_dir() -> Path:
@@ -89,32 +91,62 @@ def load(overrides: Iterable[str] = ()) -> DictConfig:
 def factory(group: str, node: DictConfig | dict[str, Any]) -> Callable[..., Any]:
     """The layer factory that a plugin's configuration describes; unknown and reserved keys are a UsageError."""
     node = OmegaConf.create(node)
-    for key in HARNESS_ARGS:
-        if key in node:
-            raise UsageError(f"{group}.{key} is set by the harness, so a plugin's configuration may not set it")
-    check_keys(group, node)
+    check_keys(group, node, reserved=HARNESS_ARGS)
     try:
         return instantiate(node, _convert_="all", _partial_=True)
     except InstantiationException as error:
-        raise UsageError(f"{group}: {error}") from error
+        raise UsageError(f"{group}: {' '.join(str(error).split())}") from error
 
 
-def check_keys(path: str, node: Any) -> None:
-    """Compare the keys of every `_target_` node below `path` with its target's signature.
+def check_keys(path: str, node: Any, *, reserved: Collection[str] = ()) -> None:
+    """Compare every `_target_` node at and below `path` with its target's signature: keys, and values of plain types.
 
     Raises UsageError naming the key and the nearest parameter, before anything is built.
     """
     if not OmegaConf.is_dict(node):
         return
     if "_target_" in node:
-        known = list(inspect.signature(get_object(node["_target_"])).parameters)
-        for key in node:
-            if not str(key).startswith("_") and key not in known:
-                settable = [k for k in known if k not in HARNESS_ARGS]
-                raise UsageError(f"{path} ({node['_target_']}) has no key {key!r}; {nearest(key, settable)}")
+        _check_target(path, node, reserved)
     for key in node:
         if not OmegaConf.is_missing(node, key):
-            check_keys(f"{path}.{key}", node[key])
+            check_keys(f"{path}.{key}", node[key], reserved=reserved)
+
+
+def _check_target(path: str, node: DictConfig, reserved: Collection[str]) -> None:
+    try:
+        target = get_object(node["_target_"])
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{path}._target_={node['_target_']} cannot be loaded: {error.__cause__ or error}") from error
+    known = inspect.signature(target).parameters
+    hints = _hints(target)
+    for key in (k for k in node if not str(k).startswith("_")):
+        if key in reserved:
+            raise UsageError(f"{path}.{key} is set by the harness, so a plugin's configuration may not set it")
+        if key not in known:
+            settable = [k for k in known if k not in reserved]
+            raise UsageError(f"{path} ({node['_target_']}) has no key {key!r}; {nearest(key, settable)}")
+        if not OmegaConf.is_missing(node, key) and not _fits(node[key], hints.get(key, Any)):
+            raise UsageError(f"{path}.{key}={node[key]!r} must be {_spelled(hints[key])}")
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(target.__init__ if isinstance(target, type) else target)
+    except NameError:  # names that only a type checker imports
+        return {}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the annotated type; only unions of plain types are judged."""
+    kinds = get_args(hint) or (hint,)
+    if not set(kinds) <= PLAIN.keys():
+        return True
+    wider = (*kinds, int) if float in kinds else kinds
+    return isinstance(value, wider) and (not isinstance(value, bool) or bool in kinds)
+
+
+def _spelled(hint: Any) -> str:
+    return " or ".join(PLAIN[kind] for kind in get_args(hint) or (hint,))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
