@@ -1,0 +1,146 @@
+"""Cached decoding against one full pass: the gate before any latency is reported, and what it is made of.
+
+Shapes: b batch, t tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from archlab.mixer import Cache
+from archlab.model import LM
+from archlab.precision import autocast
+
+RELATIVE_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+"""Largest error allowed, as a share of the largest logit. bfloat16 is held to the full pass's own rounding instead."""
+
+BFLOAT16_FACTOR = 2.0
+"""Two computations that are each as far from float32 as the full pass in bfloat16 differ by at most twice that."""
+
+SINGLE_STEPS = 64
+PIECE = 5
+"""The gate feeds a prefill, a piece of `PIECE` tokens, and up to `SINGLE_STEPS` tokens one by one."""
+
+
+@torch.inference_mode()
+def full(model: LM, tokens: Tensor) -> Tensor:
+    """Logits (b t vocab) of one pass without a cache."""
+    return model(tokens)[0]
+
+
+@torch.inference_mode()
+def feed(model: LM, tokens: Tensor, pieces: Sequence[int], cache: Cache) -> Tensor:
+    """Logits (b t vocab) of the same tokens given to a cache in pieces of the stated lengths, which sum to t."""
+    return torch.cat([model(piece, cache)[0] for piece in tokens.split(list(pieces), dim=1)], dim=1)
+
+
+def poisoned_cache(
+    model: LM, batch: int, max_len: int, *, dtype: torch.dtype | None = None, poison: float = math.nan
+) -> Cache:
+    """An empty cache whose unwritten slots hold `poison`. Slots are the tensors whose shape follows `max_len`; the rest
+    are accumulators, whose zeros are the initial state."""
+    cache = model.init_cache(batch, max_len, dtype=dtype)
+    least = model.init_cache(batch, 1, device=torch.device("meta"), dtype=dtype)
+    for state, smallest in zip(cache.states, least.states, strict=True):
+        for name, tensor in state.tensors().items():
+            if tensor.shape != smallest.tensors()[name].shape and tensor.is_floating_point():
+                tensor.fill_(poison)
+    return cache
+
+
+@contextmanager
+def evaluating(model: LM) -> Iterator[LM]:
+    """The model in evaluation mode; the mode of before is restored."""
+    was_training = model.training
+    try:
+        yield model.eval()
+    finally:
+        model.train(was_training)
+
+
+def gate(model: LM, *, length: int, batch: int, dtype: torch.dtype, seed: int = 0) -> dict[str, float | bool | str]:
+    """Whether decoding with a cache gives the logits of one full pass, on `batch` random sequences of `length` tokens, or
+    of as many as a learned position table has.
+
+    The cache has room to spare and NaN in every slot that no token has written. `dtype` is the arithmetic of the run:
+    float64 and float32 as the weights are; bfloat16 by autocast with a bfloat16 cache, once float32 has passed.
+
+    Returns `equivalence/max_abs_error` (of a logit; NaN where either side has one), `equivalence/tolerance`,
+    `equivalence/passed`, `equivalence/dtype` (the arithmetic that decided) and `equivalence/length_tokens`.
+    """
+    if model.positions is not None:
+        length = min(length, model.max_positions)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.vocab_size, (batch, length), generator=generator).to(model.embed.weight.device)
+    with evaluating(model):
+        verdict = _judge(model, tokens, torch.float32 if dtype == torch.bfloat16 else dtype)
+        if verdict.passed and dtype == torch.bfloat16:
+            verdict = _judge(model, tokens, dtype)
+    return {
+        "equivalence/max_abs_error": verdict.error,
+        "equivalence/tolerance": verdict.tolerance,
+        "equivalence/passed": verdict.passed,
+        "equivalence/dtype": str(verdict.dtype).removeprefix("torch."),
+        "equivalence/length_tokens": length,
+    }
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Errors of the logits at each position (b t), against what `dtype` allows."""
+
+    errors: Tensor
+    tolerance: float
+    dtype: torch.dtype
+
+    @property
+    def error(self) -> float:
+        return self.errors.max().item()
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance  # False where an error is NaN
+
+    @property
+    def half_passed(self) -> bool:
+        return self.errors.median().item() <= self.tolerance
+
+
+def _judge(model: LM, tokens: Tensor, dtype: torch.dtype) -> _Verdict:
+    verdict = _compare(model, tokens, dtype)
+    if verdict.passed or not verdict.half_passed:
+        return verdict
+    # Of two scores closer than rounding, each side may choose another expert or block, and both are right. Exact
+    # arithmetic tells such a tie from a fault; half of the positions must agree without it.
+    exact = _compare(copy.deepcopy(model).to("cpu", torch.float64), tokens.cpu(), torch.float64)
+    return exact if exact.passed else verdict
+
+
+def _compare(model: LM, tokens: Tensor, dtype: torch.dtype) -> _Verdict:
+    batch, length = tokens.shape
+    with autocast(tokens.device, dtype):
+        expected = full(model, tokens)
+        cache = poisoned_cache(model, batch, length + SINGLE_STEPS, dtype=dtype)
+        cached = feed(model, tokens, _pieces(length), cache)
+    if dtype in RELATIVE_TOLERANCE:
+        tolerance = RELATIVE_TOLERANCE[dtype] * expected.abs().max().item()
+    else:
+        tolerance = BFLOAT16_FACTOR * _errors(expected, full(model, tokens)).max().item()
+    return _Verdict(_errors(cached, expected), tolerance, dtype)
+
+
+def _errors(actual: Tensor, expected: Tensor) -> Tensor:
+    return (actual - expected).abs().amax(-1)
+
+
+def _pieces(length: int) -> list[int]:
+    singles = min(SINGLE_STEPS, length // 2)
+    several = min(PIECE, (length - singles) // 2)
+    return [n for n in (length - singles - several, several, *[1] * singles) if n]
