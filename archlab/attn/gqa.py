@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from archlab.errors import UsageError
 from archlab.mixer import Aux, Mixer, Position, State
 from archlab.nn.attention import append, causal_attention, last_position
-from archlab.nn.rope import rotate
+from archlab.nn.rope import rotate_
 
 
 @dataclass
@@ -88,12 +88,12 @@ class GroupedQueryAttention(Mixer):
         """x (b t d) -> queries (b h t c) and keys-then-values (b 2g t c), normed and rotated."""
         h, g = self.n_heads, self.n_kv_heads
         qkv = self.qkv(x).unflatten(-1, (h + 2 * g, self.head_dim))
-        qk, v = qkv.split([h + g, g], dim=2)
         if self.q_norm is not None:
-            qk = torch.cat([self.q_norm(qk[:, :, :h]), self.k_norm(qk[:, :, h:])], dim=2).to(v.dtype)
-        qk = rotate(qk, pos, n_rot=self.rope_dim, theta=self.rope_theta)
-        kv = torch.cat([qk[:, :, h:], v], dim=2)
-        return qk[:, :, :h].transpose(1, 2), kv.transpose(1, 2)
+            q, k, v = qkv.split([h, g, g], dim=2)
+            qkv = torch.cat([self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v], dim=2)
+        rotate_(qkv[:, :, : h + g], pos, n_rot=self.rope_dim, theta=self.rope_theta)
+        qkv = qkv.transpose(1, 2)
+        return qkv[:, :h], qkv[:, h:]
 
     def _attend(self, q: Tensor, kv: Tensor, pos: Position) -> Tensor:
         k, v = kv.chunk(2, dim=1)

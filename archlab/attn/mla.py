@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from archlab.errors import UsageError
 from archlab.mixer import Aux, Mixer, Position, State
 from archlab.nn.attention import append, causal_attention, wants_one_width
-from archlab.nn.rope import rotate
+from archlab.nn.rope import rotate_
 
 
 @dataclass
@@ -80,20 +80,20 @@ class MultiHeadLatentAttention(Mixer):
         q_nope, q_rope, latent = self.project(x, pos)
         if state is None:
             return self.out(self.expanded(q_nope, q_rope, latent, 0)), {}
-        # The latents are one KV head: (b 1 s dc+dr).
-        latent = append(state.latent[:, None], latent[:, None], pos)[:, 0]
-        attend = self.absorbed if self.absorbs(x.shape[1], latent.shape[1]) else self.expanded
+        latent = append(state.latent[:, None], latent, pos)
+        attend = self.absorbed if self.absorbs(x.shape[1], latent.shape[2]) else self.expanded
         return self.out(attend(q_nope, q_rope, latent, pos)), {}
 
     def project(self, x: Tensor, pos: Position) -> tuple[Tensor, Tensor, Tensor]:
-        """x (b t d) -> plain queries (b t h dn), rotated queries (b t h dr), latents (b t dc+dr) as they are cached."""
+        """x (b t d) -> plain queries (b t h dn), rotated queries (b t h dr), latents (b 1 t dc+dr): one KV head, as it is
+        cached."""
         q, c, k_rope = self.down(x).split([self.d_query, self.dc, self.dr], dim=-1)
         if self.q_up is not None:
             q = self.q_up(self.q_norm(q))
         q_nope, q_rope = q.unflatten(-1, (self.n_heads, self.dn + self.dr)).split([self.dn, self.dr], dim=-1)
-        rope = rotate(torch.cat([q_rope, k_rope[:, :, None]], dim=2), pos, n_rot=self.n_rot, theta=self.rope_theta)
+        rope = rotate_(torch.cat([q_rope, k_rope[:, :, None]], dim=2), pos, n_rot=self.n_rot, theta=self.rope_theta)
         latent = torch.cat([self.kv_norm(c).to(rope.dtype), rope[:, :, -1]], dim=-1)
-        return q_nope, rope[:, :, :-1], latent
+        return q_nope, rope[:, :, :-1], latent[:, None]
 
     def absorbs(self, t: int, s: int) -> bool:
         """Whether t queries over s cached tokens cost fewer FLOPs absorbed: 2h times
@@ -106,8 +106,8 @@ class MultiHeadLatentAttention(Mixer):
         return t == 1 or saved_by_expanding <= (s - t) * self.dc * (self.dn + self.dv)
 
     def expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, pos: Position) -> Tensor:
-        """Attention with keys and values of every head, made from latents (b s dc+dr) -> (b t h*dv)."""
-        c, k_rope = latent.to(q_nope.dtype).split([self.dc, self.dr], dim=-1)
+        """Attention with keys and values of every head, made from latents (b 1 s dc+dr) -> (b t h*dv)."""
+        c, k_rope = latent[:, 0].to(q_nope.dtype).split([self.dc, self.dr], dim=-1)
         k_nope, v = self.kv_up(c).unflatten(-1, (self.n_heads, self.dn + self.dv)).split([self.dn, self.dv], dim=-1)
         q = torch.cat([q_nope, q_rope], dim=-1)
         k = torch.cat([k_nope, k_rope[:, :, None].expand(-1, -1, self.n_heads, -1)], dim=-1)
@@ -123,9 +123,9 @@ class MultiHeadLatentAttention(Mixer):
         w_uk, w_uv = self.kv_up.weight.unflatten(0, (self.n_heads, -1)).split([self.dn, self.dv], dim=1)
         q = torch.bmm(q_nope.flatten(0, 1).transpose(0, 1), w_uk)  # (h b*t dc)
         q = torch.cat([q.unflatten(1, (b, t)).transpose(0, 1), q_rope.transpose(1, 2)], dim=-1)
-        k = latent[:, None]
-        v = k if wants_one_width(k.device) else k[..., : self.dc]  # k itself carries dr channels more, dropped below
-        y = causal_attention(q, k, v, pos=pos, scale=self.scale)
+        # As values the latents carry dr channels too many, dropped below.
+        v = latent if wants_one_width(q.device) else latent[..., : self.dc]
+        y = causal_attention(q, latent, v, pos=pos, scale=self.scale)
         y = y[..., : self.dc].transpose(0, 1).flatten(1, 2)  # (h b*t dc)
         return torch.bmm(y, w_uv.mT).transpose(0, 1).reshape(b, t, -1)
 

@@ -30,25 +30,35 @@ def _table(n_positions: int, dim: int, theta: float, device: torch.device, dtype
 
 
 def rotate(x: Tensor, pos: Position, *, n_rot: int, theta: float) -> Tensor:
-    """Rotate the first `n_rot` channels of each head by the token's absolute position.
+    """`rotate_` of a copy."""
+    return rotate_(x.clone(), pos, n_rot=n_rot, theta=theta)
+
+
+def rotate_(x: Tensor, pos: Position, *, n_rot: int, theta: float) -> Tensor:
+    """Rotate the first `n_rot` channels of each head by the token's absolute position, in place; returns x.
 
     Args:
-        x: (b t h c), the tokens of one call. `n_rot` is even and at most c; 0 returns x as it is.
+        x: (b t h c), the tokens of one call. `n_rot` is even and at most c; 0 leaves x as it is.
         pos: position of the first token, an int or (b,).
     """
     if n_rot == 0:
         return x
-    t = x.shape[1]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    complex_dtype = torch.complex128 if wide == torch.float64 else torch.complex64
+    t, dtype = x.shape[1], torch.complex128 if x.dtype == torch.float64 else torch.complex64
     if isinstance(pos, int):
-        phase = _table(pos + t, n_rot, theta, x.device, complex_dtype)[pos : pos + t, None]  # (t 1 n_rot/2)
+        phase = _table(pos + t, n_rot, theta, x.device, dtype)[pos : pos + t, None]  # (t 1 n_rot/2)
     else:
         positions = pos[:, None] + torch.arange(t, device=x.device)
-        phase = _phases(positions, n_rot, theta).to(complex_dtype)[:, :, None]  # (b t 1 n_rot/2)
-    part = x[..., :n_rot].to(wide)
-    if part.storage_offset() % 2 or any(stride % 2 for stride in part.stride()[:-1]):
-        part = part.contiguous()  # a complex view needs pairs that start at even offsets
-    turned = torch.view_as_complex(part.unflatten(-1, (-1, 2))) * phase
-    turned = torch.view_as_real(turned).flatten(-2).to(x.dtype)
-    return turned if n_rot == x.shape[-1] else torch.cat([turned, x[..., n_rot:]], dim=-1)
+        phase = _phases(positions, n_rot, theta).to(dtype)[:, :, None]  # (b t 1 n_rot/2)
+    part = x[..., :n_rot]
+    if _views_as_complex(part):
+        torch.view_as_complex(part.unflatten(-1, (-1, 2))).mul_(phase)
+    else:
+        wide = part.to(phase.real.dtype).contiguous().unflatten(-1, (-1, 2))
+        part.copy_(torch.view_as_real(torch.view_as_complex(wide) * phase).flatten(-2))
+    return x
+
+
+def _views_as_complex(x: Tensor) -> bool:
+    """Whether pairs of x's last axis are complex numbers in place: wide enough, and starting at even offsets."""
+    wide = x.dtype in (torch.float32, torch.float64)
+    return wide and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
