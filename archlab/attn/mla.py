@@ -85,8 +85,8 @@ class MultiHeadLatentAttention(Mixer):
         return self.out(attend(q_nope, q_rope, latent, pos)), {}
 
     def project(self, x: Tensor, pos: Position) -> tuple[Tensor, Tensor, Tensor]:
-        """x (b t d) -> plain queries (b t h dn), rotated queries (b t h dr), latents (b 1 t dc+dr): one KV head, as it is
-        cached."""
+        """x (b t d) -> plain queries (b t h dn), rotated queries (b t h dr), latents (b 1 t dc+dr): one KV head, as
+        it is cached."""
         q, c, k_rope = self.down(x).split([self.d_query, self.dc, self.dr], dim=-1)
         if self.q_up is not None:
             q = self.q_up(self.q_norm(q))
