@@ -66,8 +66,8 @@ def evaluating(model: LM) -> Iterator[LM]:
 
 
 def gate(model: LM, *, length: int, batch: int, dtype: torch.dtype, seed: int = 0) -> dict[str, float | bool | str]:
-    """Whether decoding with a cache gives the logits of one full pass, on `batch` random sequences of `length` tokens, or
-    of as many as a learned position table has.
+    """Whether decoding with a cache gives the logits of one full pass, on `batch` random sequences of `length` tokens
+    (of fewer where a learned position table has no more).
 
     The cache has room to spare and NaN in every slot that no token has written. `dtype` is the arithmetic of the run:
     float64 and float32 as the weights are; bfloat16 by autocast with a bfloat16 cache, once float32 has passed.
@@ -110,15 +110,17 @@ class _Verdict:
 
     @property
     def half_passed(self) -> bool:
-        return self.errors.median().item() <= self.tolerance
+        """Whether all is finite, and at least half of the sequences agree."""
+        agree = self.errors.amax(1) <= self.tolerance
+        return bool(self.errors.isfinite().all()) and 2 * int(agree.sum()) >= len(agree)
 
 
 def _judge(model: LM, tokens: Tensor, dtype: torch.dtype) -> _Verdict:
     verdict = _compare(model, tokens, dtype)
     if verdict.passed or not verdict.half_passed:
         return verdict
-    # Of two scores closer than rounding, each side may choose another expert or block, and both are right. Exact
-    # arithmetic tells such a tie from a fault; half of the positions must agree without it.
+    # Where two scores are closer than rounding, each side may choose another expert or block, and both are right. A tie
+    # is rare, so it strikes few of the sequences, and it is gone in float64; a fault does neither.
     exact = _compare(copy.deepcopy(model).to("cpu", torch.float64), tokens.cpu(), torch.float64)
     return exact if exact.passed else verdict
 
