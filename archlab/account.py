@@ -88,7 +88,7 @@ def _parts(model: LM) -> dict[str, list[nn.Module | None]]:
 def _count_new(modules: Iterable[nn.Module | None], seen: set[int]) -> int:
     """Parameters that are not among those seen, which they join."""
     found = {id(p): p.numel() for m in modules if m is not None for p in m.parameters() if id(p) not in seen}
-    seen |= found.keys()
+    seen.update(found)
     return sum(found.values())
 
 
