@@ -245,8 +245,14 @@ def check_snapshots(variant: Variant) -> None:
         close(feed(model, x[:, t : t + 1], [1], cache), expected[:, t : t + 1], f"position {t} after earlier forks")
         if t % 5 == 2:
             close(feed(model, x[rows, t:], [LENGTH - t], fork), expected[rows, t:], f"rows {rows.tolist()} from {t}")
+            held = _tensors(snapshot)
             feed(model, other[:, t:], [LENGTH - t], snapshot.clone())
+            assert all(map(_same, held, _tensors(snapshot))), f"a clone made at position {t} shares its tensors"
             close(feed(model, x[:, t:], [1] * (LENGTH - t), snapshot), expected[:, t:], f"restored at {t}")
+
+
+def _tensors(cache: Cache) -> list[Tensor]:
+    return [tensor.clone() for state in cache.states for tensor in state.tensors().values()]
 
 
 def check_module_is_stateless(variant: Variant) -> None:
@@ -273,7 +279,7 @@ def _fingerprint(model: LM) -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if isinstance(a, Tensor) else a == b
 
 
 def check_causality(variant: Variant) -> None:

@@ -17,6 +17,6 @@ def cells():
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("variant", cells())
+@pytest.mark.parametrize("variant", list(cells()))
 def test_contract(variant, check):
     check(variant)

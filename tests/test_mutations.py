@@ -44,7 +44,7 @@ FAULTS = [
     ),
     Fault(
         "query heads tiled over KV heads, not interleaved",
-        "nn/attention.py", "sdpa(q.reshape(b, g, h // g * t, c)", "sdpa(q.reshape(b, h // g, g, t, c).transpose(1, 2).reshape(b, g, h // g * t, c)",
+        "nn/attention.py", ".view(b, h, t, v.shape[-1])", ".unflatten(2, (h // g, t)).transpose(1, 2).reshape(b, h, t, v.shape[-1])",
         "cached_equals_full",
     ),
     Fault(
@@ -58,13 +58,13 @@ FAULTS = [
         "causality",
     ),
     Fault(
-        "unwritten slots are read under a mask",
-        "attn/gqa.py", "return slots[:, :, : last_position(pos, slots.shape[2]) + t]", "return slots",
-        "cached_equals_full",
+        "a ragged row's tokens written one slot off",
+        "nn/attention.py", "slots[rows, :, pos[:, None] + torch", "slots[rows, :, pos[:, None] - 1 + torch",
+        "ragged_rows",
     ),
     Fault(
-        "capacity taken for length",
-        "attn/gqa.py", "return slots[:, :, : pos + t]", "return slots",
+        "the whole capacity is read under a mask, unwritten slots with it",
+        "nn/attention.py", "return slots[:, :, : pos + t]", "return slots",
         "capacity",
     ),
     Fault(
@@ -74,7 +74,7 @@ FAULTS = [
     ),
     Fault(
         "ring written one slot off",
-        "attn/gqa.py", "_append(state.kv, kv, pos % n)", "_append(state.kv, kv, (pos + 1) % n)",
+        "attn/gqa.py", "append(state.kv, kv, pos % n)", "append(state.kv, kv, (pos + 1) % n)",
         "cached_equals_full", attn="swa",
     ),
     Fault(
