@@ -13,8 +13,8 @@ PACKED_QUERIES = 16
 """Up to so many query tokens, the query heads of a KV head are packed as query length: K and V are then read once a KV
 head instead of once a query head."""
 
-WINDOW_CHUNK = 256
-"""Queries a piece of a windowed pass; a piece sees its own tokens and one window before them."""
+WINDOW_CHUNK = 64
+"""Least queries a piece of a windowed pass; a piece sees its own tokens and one window before them."""
 
 
 def causal_attention(
@@ -86,14 +86,15 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, pos: Position, scale: float | None, window: int) -> Tensor:
     """Pieces of the queries over the keys that they can see: linear in t for a fixed window."""
-    t = q.shape[2]
-    if not isinstance(pos, int):
-        return masked_attention(q, k, v, visible(pos, t, k.shape[2], device=q.device, window=window), scale)
-    pieces = []
-    for start in range(0, t, max(window, WINDOW_CHUNK)):
-        piece = q[:, :, start : start + max(window, WINDOW_CHUNK)]
-        first = max(0, pos + start - window + 1)
-        last = pos + start + piece.shape[2]
-        mask = visible(pos + start - first, piece.shape[2], last - first, device=q.device, window=window)
-        pieces.append(masked_attention(piece, k[:, :, first:last], v[:, :, first:last], mask, scale))
+    t, n = q.shape[2], max(window, WINDOW_CHUNK)
+    first = max(0, pos - window) if isinstance(pos, int) else 0
+    if t <= n or not isinstance(pos, int):
+        mask = visible(pos - first, t, k.shape[2] - first, device=q.device, window=window)
+        return masked_attention(q, k[:, :, first:], v[:, :, first:], mask, scale)
+    keys, values, pieces = k[:, :, first:pos], v[:, :, first:pos], []
+    # Split and joined, not sliced: the gradient of each of many slices would be as long as the whole.
+    for piece, *new in zip(*(x.split(n, dim=2) for x in (q, k[:, :, pos:], v[:, :, pos:])), strict=True):
+        keys, values = (torch.cat([old[:, :, -window:], x], dim=2) for old, x in zip((keys, values), new, strict=True))
+        mask = visible(keys.shape[2] - piece.shape[2], piece.shape[2], keys.shape[2], device=q.device, window=window)
+        pieces.append(masked_attention(piece, keys, values, mask, scale))
     return torch.cat(pieces, dim=2)
