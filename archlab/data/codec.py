@@ -9,6 +9,9 @@ import numpy as np
 from archlab.errors import UsageError
 
 
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
 class Codec:
     """A vocabulary of `vocab_size` ids. `token_bytes` holds the bytes of text that each id stands for."""
 
@@ -20,7 +23,7 @@ class Codec:
         raise NotImplementedError
 
     def stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The text of tokens that arrive one by one, as soon as it is known."""
+        """The text of tokens that arrive one by one, as soon as it is known; `UNKNOWN` for what stands for no text."""
         raise NotImplementedError
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -36,7 +39,7 @@ class Codec:
 
 
 class ByteCodec(Codec):
-    """A token is a byte of UTF-8. What is not UTF-8 decodes to the replacement character."""
+    """A token is a byte of UTF-8."""
 
     vocab_size = 256
     token_bytes = np.ones(256, dtype=np.int64)
@@ -51,7 +54,7 @@ class ByteCodec(Codec):
     def stream(self, tokens: Iterable[int]) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in tokens:
-            if text := decoder.decode(bytes([token])):
+            if text := decoder.decode(bytes([token])) if token < self.vocab_size else UNKNOWN:
                 yield text
         if rest := decoder.decode(b"", final=True):
             yield rest
@@ -77,7 +80,7 @@ class CharCodec(Codec):
         return [self._ids[c] for c in text]
 
     def stream(self, tokens: Iterable[int]) -> Iterator[str]:
-        return (self.characters[token] for token in tokens)
+        return (self.characters[token] if token < self.vocab_size else UNKNOWN for token in tokens)
 
     def to_json(self) -> str:
         return json.dumps({"tokens": "characters", "characters": self.characters})
