@@ -42,7 +42,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.n_experts, self.top_k = n_experts, top_k
         self.weight = nn.Parameter(torch.empty(n_experts, d_in, d_out))
-        nn.init.normal_(self.weight, std=0.02)
+        nn.init.uniform_(self.weight, -(d_in**-0.5), d_in**-0.5)  # as nn.Linear does
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x (p in), rows sorted by expert; ends (e,) int32, the row after each expert's last -> (p out)."""
