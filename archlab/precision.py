@@ -48,3 +48,9 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
     """The context of a forward pass in `dtype`."""
     return torch.autocast(device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """The context of what must compute in the number format of its inputs."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()
