@@ -16,9 +16,9 @@ LONG_ENOUGH_S = 0.01
 
 
 def read_bandwidth(n_bytes: int, device: torch.device) -> float:
-    """Bytes a second at which a buffer of `n_bytes` (rounded up to a power of two) is read again and again: from a cache
-    level where it fits one, as a small model's weights and state do between two decode steps. The faster of a sum and a
-    matrix-vector product.
+    """Bytes a second at which a buffer of `n_bytes` (rounded up to a power of two) is read again and again: from a
+    cache level where it fits one, as a small model's weights and state do between two decode steps. The faster of a sum
+    and a matrix-vector product.
     """
     size = min(max(n_bytes, LEAST_BYTES), MOST_BYTES)
     return _read_bandwidth(1 << (size - 1).bit_length(), device)

@@ -1,4 +1,4 @@
-"""Timing that can be trusted: warmed up by the call that is measured, synchronised, no garbage collection in between."""
+"""Timing that can be trusted: warmed up by the call that is measured, synchronised, without garbage collection."""
 
 from __future__ import annotations
 

@@ -1,0 +1,226 @@
+"""What the formulation of each mechanism is worth: two calls timed in turns, as the ratio of their times.
+
+A case makes pairs of calls; `conf/bench/mechanisms.yaml` names the cases, their sizes and what is aimed at.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from archlab.errors import UsageError
+from archlab.mixer import FFN, Mixer
+from archlab.model import LM, build_model
+from archlab.plugins import build_layer, factory, load, names, nearest
+from archlab.timing import Call, interleaved
+
+VOCAB_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two calls; the ratio is the time of `over` through that of `under`."""
+
+    name: str
+    over: Call
+    under: Call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Pairs, made one after the other, and the ratio that all of them should reach or not exceed."""
+
+    pairs: Callable[[], Iterator[Pair]]
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def met(self, ratio: float) -> bool:
+        return ratio >= (self.at_least or 0) and (self.at_most is None or ratio <= self.at_most)
+
+    def aim(self) -> str:
+        return f">= {self.at_least:g}" if self.at_least is not None else f"<= {self.at_most:g}"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median over the rounds of one pair's ratio, the quartiles as its noise, and both median times."""
+
+    name: str
+    ratio: float
+    ratio_p25: float
+    ratio_p75: float
+    over_ms_p50: float
+    under_ms_p50: float
+    aim: str
+    met: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanisms:
+    """A suite of cases.
+
+    Attributes:
+        rounds: samples of each call.
+        sample_s: a faster call is repeated for so many seconds a sample.
+        warmup_s: seconds each call runs before.
+        only: names of cases; None means all.
+    """
+
+    cases: Mapping[str, Case]
+    only: Sequence[str] | None = None
+    rounds: int = 15
+    sample_s: float = 0.02
+    warmup_s: float = 0.2
+
+    def run(self, device: torch.device) -> dict[str, Any]:
+        """Measure every case, print a table, and return what the JSON line holds."""
+        torch.manual_seed(0)
+        ratios = []
+        for name in self.cases if self.only is None else self.only:
+            if name not in self.cases:
+                raise UsageError(f"bench.only: there is no case {name!r}; {nearest(name, self.cases)}")
+            with torch.device(device):
+                ratios += [self._measure(name, self.cases[name], pair, device) for pair in self.cases[name].pairs()]
+        Console().print(_table(ratios))
+        env = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cpus": os.cpu_count()}
+        return {"env": env | {"machine": platform.machine(), "device": str(device)}, "ratios": [*map(asdict, ratios)]}
+
+    def _measure(self, name: str, case: Case, pair: Pair, device: torch.device) -> Ratio:
+        calls = {"over": pair.over, "under": pair.under}
+        seconds = interleaved(calls, device, rounds=self.rounds, sample_s=self.sample_s, warmup_s=self.warmup_s)
+        low, ratio, high = np.quantile(np.divide(seconds["over"], seconds["under"]), [0.25, 0.5, 0.75]).tolist()
+        over, under = (1e3 * float(np.median(seconds[side])) for side in calls)
+        return Ratio(f"{name}/{pair.name}", ratio, low, high, over, under, case.aim(), case.met(ratio))
+
+
+def _table(ratios: list[Ratio]) -> Table:
+    table = Table(Column("case", overflow="fold"), "ms / ms", "ratio", "quartiles", "aim", "met")
+    for r in ratios:
+        times = f"{r.over_ms_p50:.3g} / {r.under_ms_p50:.3g}"
+        noise = f"{r.ratio_p25:.3g} - {r.ratio_p75:.3g}"
+        table.add_row(r.name, times, f"{r.ratio:.3g}", noise, r.aim, "yes" if r.met else "NO")
+    return table
+
+
+def capacity(*, length: int, times: int, attn: Sequence[str] | None = None) -> Iterator[Pair]:
+    """A model's decode step at `length` tokens, in a cache with room for `times` as many over a fitting one: of each
+    attention plugin named, by default of all."""
+    for name in attn or names("attn"):
+        model = _model(name)
+        roomy, fitting = (_decode_step(model, length, room) for room in (times * (length + 1), length + 1))
+        yield Pair(name, roomy, fitting)
+
+
+def contexts(*, attn: str, long: int, short: int) -> Iterator[Pair]:
+    """A model's decode step at a long context over that at a short one."""
+    model = _model(attn)
+    yield Pair(
+        f"{attn}_{long}_over_{short}", _decode_step(model, long, long + 1), _decode_step(model, short, short + 1)
+    )
+
+
+def decode(*, over: str, under: str, context: int, d_model: int) -> Iterator[Pair]:
+    """One layer's decode step: one attention plugin over another at the same context."""
+    calls = (_layer_step(_mixer(name, d_model), d_model, context) for name in (over, under))
+    yield Pair(f"{over}_over_{under}", *calls)
+
+
+def prefill(*, over: str, under: str, context: int, d_model: int) -> Iterator[Pair]:
+    """One layer's pass over a whole context into an empty cache: one attention plugin over another."""
+    calls = (_layer_prefill(_mixer(name, d_model), d_model, context) for name in (over, under))
+    yield Pair(f"{over}_over_{under}", *calls)
+
+
+def latent_forms(*, attn: str, context: int, d_model: int) -> Iterator[Pair]:
+    """One layer's decode step of latent attention: the context expanded to keys and values, over the absorbed form."""
+    absorbed = _mixer(attn, d_model)
+    expanded = copy.deepcopy(absorbed)
+    expanded.absorbs = lambda t, s: False
+    calls = (_layer_step(mixer, d_model, context) for mixer in (expanded, absorbed))
+    yield Pair("expanded_over_absorbed", *calls)
+
+
+def experts(*, ffn: str, n_experts: int, top_k: int, tokens: int, d_model: int) -> Iterator[Pair]:
+    """Forward and backward of a mixture of experts: every expert computing every token, as one wide product, over the
+    plugin's own dispatch."""
+    cfg = load([f"ffn={ffn}", f"ffn.n_experts={n_experts}", f"ffn.top_k={top_k}"])
+    layer = build_layer(factory("ffn", cfg.ffn), d_model, layer_idx=0, n_layers=1)
+    x = torch.randn(1, tokens, d_model, requires_grad=True)
+    every, own = (_training_step(forward, x) for forward in (partial(every_expert, layer), lambda x: layer(x)[0]))
+    yield Pair("every_over_own", every, own)
+
+
+def every_expert(layer: FFN, x: Tensor) -> Tensor:
+    """The output of `archlab.ffn.moe` (... d), where each token runs through all experts, most of them at weight 0."""
+    logits = layer.router(x)
+    weights, chosen = layer.choose(logits)
+    weights = torch.zeros_like(logits).scatter(-1, chosen, weights)
+    h = x @ layer.experts.gate_up.weight.transpose(0, 1).flatten(1)
+    gate, up = h.unflatten(-1, (logits.shape[-1], -1)).chunk(2, dim=-1)
+    return (silu(gate) * up * weights[..., None]).flatten(-2) @ layer.experts.out.weight.flatten(0, 1)
+
+
+def _training_step(forward: Callable[[Tensor], Tensor], x: Tensor) -> Call:
+    def step() -> None:
+        y = forward(x)
+        y.backward(y.detach())
+
+    return step
+
+
+def adamw(*, attn: str) -> Iterator[Pair]:
+    """One AdamW step over a model's parameters: torch's default implementation over the fused one."""
+    yield Pair("default_over_fused", *(_optimizer_step(_model(attn), fused) for fused in (None, True)))
+
+
+def _optimizer_step(model: nn.Module, fused: bool | None) -> Call:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return torch.optim.AdamW(model.parameters(), fused=fused).step
+
+
+def _model(attn: str) -> LM:
+    return build_model(load([f"attn={attn}"]), VOCAB_SIZE).eval()
+
+
+def _mixer(attn: str, d_model: int) -> Mixer:
+    return build_layer(factory("attn", load([f"attn={attn}"]).attn), d_model, layer_idx=0, n_layers=1).eval()
+
+
+def _decode_step(model: LM, context: int, capacity: int) -> Call:
+    tokens = torch.randint(VOCAB_SIZE, (1, context + 1))
+    with torch.inference_mode():
+        cache = model.init_cache(1, capacity)
+        model(tokens[:, :context], cache, last=True)
+
+    def step() -> None:
+        cache.pos = context
+        model(tokens[:, context:], cache, last=True)
+
+    return torch.inference_mode(step)
+
+
+def _layer_step(mixer: Mixer, d_model: int, context: int) -> Call:
+    x = torch.randn(1, context + 1, d_model)
+    state = mixer.init_state(1, context + 1, device=x.device, dtype=x.dtype)
+    with torch.inference_mode():
+        mixer(x[:, :context], state=state)
+    return torch.inference_mode(lambda: mixer(x[:, context:], pos=context, state=state))
+
+
+def _layer_prefill(mixer: Mixer, d_model: int, context: int) -> Call:
+    x = torch.randn(1, context, d_model)
+    state = mixer.init_state(1, context, device=x.device, dtype=x.dtype)
+    return torch.inference_mode(lambda: mixer(x, state=state))
