@@ -48,7 +48,7 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
     if s.schedule == "constant":
         share = 1.0
     elif s.schedule == "wsd":
-        start = max(peak, last - round(s.decay_fraction * s.steps))
+        start = max(peak, last - max(1, round(s.decay_fraction * s.steps)))
         share = 1 - max(0, step - start) / max(1, last - start)
     else:
         share = (1 + math.cos(math.pi * (step - peak) / max(1, last - peak))) / 2
