@@ -40,6 +40,10 @@ class State:
     def tensors(self) -> dict[str, Tensor]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    def views(self) -> dict[str, Tensor]:
+        """What a person would look for in it, by the names of the literature: by default the tensors as they are."""
+        return self.tensors()
+
     @property
     def nbytes(self) -> int:
         """Bytes held by this state's tensors, as allocated."""
@@ -116,6 +120,11 @@ class Plugin(nn.Module):
         """Called after every optimizer step with the share of training done, in [0, 1], and once more before the first
         step and after a checkpoint was loaded: schedules and bias updates live here. A call without a training forward
         since the last one must change nothing but what `progress` alone decides."""
+
+    def matrices(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The matrices of the literature that a parameter of that name holds, as views of `tensor`: the parameter, or
+        something of its shape, like an optimizer's moment. By default it holds itself."""
+        return {name: tensor}
 
     def metrics(self) -> dict[str, float]:
         """What is worth plotting after a training step (router load, block recall). Names carry their unit."""

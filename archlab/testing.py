@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from archlab.account import static
+from archlab.equivalence import feed, full, poisoned_cache
 from archlab.mixer import Cache
 from archlab.model import LM, build_model
 from archlab.nn.experts import ExpertLinear
@@ -123,29 +124,6 @@ def partitions(length: int, *, seed: int = 0) -> list[list[int]]:
 def tokens(batch: int, length: int, *, seed: int = 0) -> Tensor:
     """Random token ids (batch length)."""
     return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def poisoned_cache(model: LM, batch: int, max_len: int, *, poison: float = float("nan")) -> Cache:
-    """An empty cache whose unwritten slots hold `poison`. Slots are the tensors whose shape follows `max_len`; the rest
-    are accumulators, whose zeros are the initial state."""
-    cache = model.init_cache(batch, max_len)
-    for state, least in zip(cache.states, model.init_cache(batch, 1, device=torch.device("meta")).states, strict=True):
-        for name, tensor in state.tensors().items():
-            if tensor.shape != least.tensors()[name].shape and tensor.is_floating_point():
-                tensor.fill_(poison)
-    return cache
-
-
-@torch.inference_mode()
-def full(model: LM, x: Tensor) -> Tensor:
-    """Logits (b t vocab) of one pass without a cache."""
-    return model(x)[0]
-
-
-@torch.inference_mode()
-def feed(model: LM, x: Tensor, pieces: list[int], cache: Cache) -> Tensor:
-    """Logits (b t vocab) of the same tokens fed to a cache in pieces."""
-    return torch.cat([model(piece, cache)[0] for piece in x.split(pieces, dim=1)], dim=1)
 
 
 def close(actual: Tensor, expected: Tensor, what: str, *, tolerance: float = 1e-10) -> None:
@@ -407,7 +385,9 @@ def check_weighed_bytes(variant: Variant) -> None:
         live = sum(t.untyped_storage().nbytes() for state in cache.states for t in state.tensors().values())
         record = static(model, train_context=LENGTH, contexts=(context,), dtype=torch.float32)
         stored, read = record[f"cache/bytes_at/{context}"], record[f"cache/read_bytes_at/{context}"]
-        assert stored == cache.nbytes == live, f"{stored} B on record, {cache.nbytes} B named, {live} B live at {context}"
+        assert stored == cache.nbytes == live, (
+            f"{stored} B on record, {cache.nbytes} B named, {live} B live at {context}"
+        )
         assert 0 < read <= stored, f"{read} B read of {stored} B stored at {context}"
     cache = model.init_cache(1, LENGTH)
     empty = cache.nbytes

@@ -75,11 +75,12 @@ def train(
     run_dir: Path,
     config_hash: str,
     progress: Progress | None = None,
+    watch: Callable[["Trainer"], None] | None = None,
 ) -> dict[str, float]:
     """Train the model in place; returns the entries of the run's record.
 
     `run_dir` receives the checkpoint and the codec. Row n of the log holds what step n saw, at weights of n updates,
-    and the validation after it where one is due.
+    and the validation after it where one is due. `watch` is called once, before the first step, with the trainer.
 
     Returns:
         `train/steps`; `data/train_tokens`: tokens read, resumed ones among them; `quality/train_loss_final`: nats, no
@@ -94,6 +95,8 @@ def train(
         model, dataset, settings, seed=seed, device=device, dtype=dtype, run_dir=run_dir, config_hash=config_hash
     )
     trainer.start()
+    if watch is not None:
+        watch(trainer)
     with _interruption() as asked:
         while trainer.step < settings.steps:
             values, step = trainer.advance(), trainer.step

@@ -31,6 +31,9 @@ class KVState(State):
     def v(self) -> Tensor:
         return self.kv[:, self.kv.shape[1] // 2 :]
 
+    def views(self) -> dict[str, Tensor]:
+        return {"K": self.k, "V": self.v}
+
 
 class GroupedQueryAttention(Mixer):
     """Softmax attention of `n_heads` query heads over `n_kv_heads` shared key and value heads.
@@ -94,6 +97,12 @@ class GroupedQueryAttention(Mixer):
         rotate_(qkv[:, :, : h + g], pos, n_rot=self.rope_dim, theta=self.rope_theta)
         qkv = qkv.transpose(1, 2)
         return qkv[:, :h], qkv[:, h:]
+
+    def matrices(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if name != "qkv.weight":
+            return super().matrices(name, tensor)
+        rows = [n * self.head_dim for n in (self.n_heads, self.n_kv_heads, self.n_kv_heads)]
+        return dict(zip(("Wq", "Wk", "Wv"), tensor.split(rows), strict=True))
 
     def _attend(self, q: Tensor, kv: Tensor, pos: Position) -> Tensor:
         k, v = kv.chunk(2, dim=1)

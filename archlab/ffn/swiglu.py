@@ -23,3 +23,8 @@ class SwiGLU(FFN):
     def forward(self, x: Tensor) -> tuple[Tensor, Aux]:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.out(silu(gate) * up), {}
+
+    def matrices(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if name != "gate_up.weight":
+            return super().matrices(name, tensor)
+        return dict(zip(("W_gate", "W_up"), tensor.chunk(2), strict=True))
