@@ -357,7 +357,7 @@ def check_after_step(variant: Variant) -> None:
 
 
 def check_extremes(variant: Variant) -> None:
-    """Large weights, and gates at strong decay, leave outputs and gradients finite in float32 and under bf16 autocast."""
+    """Large weights, and gates at strong decay, leave outputs and gradients finite in float32 and bf16."""
     for dtype, gain in ((torch.float32, 1.0), (torch.float32, 30.0), (torch.bfloat16, 30.0)):
         model = variant.build(torch.float32).train()
         with torch.no_grad():

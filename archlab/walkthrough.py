@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from archlab.account import training_bytes
 from archlab.data import Dataset
@@ -17,7 +16,6 @@ from archlab.equivalence import evaluating, feed, full
 from archlab.errors import UsageError
 from archlab.generate import generate
 from archlab.log import FILE_NAME
-from archlab.mixer import Plugin
 from archlab.model import LM
 from archlab.train import Trainer
 
