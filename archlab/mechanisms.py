@@ -18,39 +18,48 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import logsigmoid, normalize, silu
 
 from archlab.errors import UsageError
 from archlab.mixer import FFN, Mixer
 from archlab.model import LM, build_model
+from archlab.nn.delta_reference import delta_rule_reference
+from archlab.nn.delta_rule import chunked, recurrent
 from archlab.plugins import build_layer, factory, load, names, nearest
 from archlab.timing import Call, interleaved
 
 VOCAB_SIZE = 256
+LOOPS = {"definition": delta_rule_reference, "products": recurrent}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two calls; the ratio is the time of `over` through that of `under`."""
+    """Two calls; the ratio is the time of `over` through that of `under`. A name tells pairs of one case apart."""
 
-    name: str
     over: Call
     under: Call
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Pairs, made one after the other, and the ratio that all of them should reach or not exceed."""
+    """Pairs, made one after the other, and the ratio that all of them should reach or not exceed, if one is aimed at;
+    `rounds` where the calls are too slow for as many as the suite's."""
 
     pairs: Callable[[], Iterator[Pair]]
     at_least: float | None = None
     at_most: float | None = None
+    rounds: int | None = None
 
-    def met(self, ratio: float) -> bool:
+    def met(self, ratio: float) -> bool | None:
+        """None where nothing is aimed at."""
+        if self.at_least is None and self.at_most is None:
+            return None
         return ratio >= (self.at_least or 0) and (self.at_most is None or ratio <= self.at_most)
 
     def aim(self) -> str:
-        return f">= {self.at_least:g}" if self.at_least is not None else f"<= {self.at_most:g}"
+        bounds = {">=": self.at_least, "<=": self.at_most}
+        return " ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class Ratio:
     over_ms_p50: float
     under_ms_p50: float
     aim: str
-    met: bool
+    met: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +108,13 @@ class Mechanisms:
 
     def _measure(self, name: str, case: Case, pair: Pair, device: torch.device) -> Ratio:
         calls = {"over": pair.over, "under": pair.under}
-        seconds = interleaved(calls, device, rounds=self.rounds, sample_s=self.sample_s, warmup_s=self.warmup_s)
+        rounds = case.rounds or self.rounds
+        seconds = interleaved(calls, device, rounds=rounds, sample_s=self.sample_s, warmup_s=self.warmup_s)
         low, ratio, high = np.quantile(np.divide(seconds["over"], seconds["under"]), [0.25, 0.5, 0.75]).tolist()
         over, under = (1e3 * float(np.median(seconds[side])) for side in calls)
-        return Ratio(f"{name}/{pair.name}", ratio, low, high, over, under, case.aim(), case.met(ratio))
+        return Ratio(
+            "/".join(filter(None, (name, pair.name))), ratio, low, high, over, under, case.aim(), case.met(ratio)
+        )
 
 
 def _table(ratios: list[Ratio]) -> Table:
@@ -110,7 +122,7 @@ def _table(ratios: list[Ratio]) -> Table:
     for r in ratios:
         times = f"{r.over_ms_p50:.3g} / {r.under_ms_p50:.3g}"
         noise = f"{r.ratio_p25:.3g} - {r.ratio_p75:.3g}"
-        table.add_row(r.name, times, f"{r.ratio:.3g}", noise, r.aim, "yes" if r.met else "NO")
+        table.add_row(r.name, times, f"{r.ratio:.3g}", noise, r.aim, {True: "yes", False: "NO", None: ""}[r.met])
     return table
 
 
@@ -120,36 +132,43 @@ def capacity(*, length: int, times: int, attn: Sequence[str] | None = None) -> I
     for name in attn or names("attn"):
         model = _model(name)
         roomy, fitting = (_decode_step(model, length, room) for room in (times * (length + 1), length + 1))
-        yield Pair(name, roomy, fitting)
+        yield Pair(roomy, fitting, name)
 
 
 def contexts(*, attn: str, long: int, short: int) -> Iterator[Pair]:
     """A model's decode step at a long context over that at a short one."""
     model = _model(attn)
-    yield Pair(
-        f"{attn}_{long}_over_{short}", _decode_step(model, long, long + 1), _decode_step(model, short, short + 1)
-    )
+    yield Pair(*(_decode_step(model, context, context + 1) for context in (long, short)))
 
 
-def decode(*, over: str, under: str, context: int, d_model: int) -> Iterator[Pair]:
-    """One layer's decode step: one attention plugin over another at the same context."""
-    calls = (_layer_step(_mixer(name, d_model), d_model, context) for name in (over, under))
-    yield Pair(f"{over}_over_{under}", *calls)
+def decode(*, over: Sequence[str], under: Sequence[str], context: int, d_model: int) -> Iterator[Pair]:
+    """One layer's decode step: one attention over another at the same context, each given by its overrides."""
+    yield Pair(*(_layer_step(_mixer(side, d_model), d_model, context) for side in (over, under)))
 
 
-def prefill(*, over: str, under: str, context: int, d_model: int) -> Iterator[Pair]:
-    """One layer's pass over a whole context into an empty cache: one attention plugin over another."""
-    calls = (_layer_prefill(_mixer(name, d_model), d_model, context) for name in (over, under))
-    yield Pair(f"{over}_over_{under}", *calls)
+def prefill(*, over: Sequence[str], under: Sequence[str], context: int, d_model: int) -> Iterator[Pair]:
+    """One layer's pass over a whole context into an empty cache, likewise."""
+    yield Pair(*(_layer_prefill(_mixer(side, d_model), d_model, context) for side in (over, under)))
 
 
 def latent_forms(*, attn: str, context: int, d_model: int) -> Iterator[Pair]:
     """One layer's decode step of latent attention: the context expanded to keys and values, over the absorbed form."""
-    absorbed = _mixer(attn, d_model)
+    absorbed = _mixer([f"attn={attn}"], d_model)
     expanded = copy.deepcopy(absorbed)
     expanded.absorbs = lambda t, s: False
     calls = (_layer_step(mixer, d_model, context) for mixer in (expanded, absorbed))
-    yield Pair("expanded_over_absorbed", *calls)
+    yield Pair(*calls)
+
+
+def chunks(*, loop: str, tokens: int, heads: int, width: int, chunk_size: int) -> Iterator[Pair]:
+    """Forward and backward of the delta rule with a decay for each channel: token by token over chunk by chunk. The
+    loop is that of the `definition`, or of fused `products`."""
+    q, k, v, g = torch.randn(4, 1, tokens, heads, width).unbind()
+    inputs = [normalize(q, dim=-1), normalize(k, dim=-1), v, logsigmoid(g), torch.rand(1, tokens, heads)]
+    inputs = [x.requires_grad_() for x in inputs]
+    state = torch.zeros(1, heads, width, width)
+    forms = (partial(LOOPS[loop], *inputs, state), partial(chunked, *inputs, state, chunk_size=chunk_size))
+    yield Pair(*(_training_step(lambda form=form: form()[0]) for form in forms))
 
 
 def experts(*, ffn: str, n_experts: int, top_k: int, tokens: int, d_model: int) -> Iterator[Pair]:
@@ -158,8 +177,8 @@ def experts(*, ffn: str, n_experts: int, top_k: int, tokens: int, d_model: int) 
     cfg = load([f"ffn={ffn}", f"ffn.n_experts={n_experts}", f"ffn.top_k={top_k}"])
     layer = build_layer(factory("ffn", cfg.ffn), d_model, layer_idx=0, n_layers=1)
     x = torch.randn(1, tokens, d_model, requires_grad=True)
-    every, own = (_training_step(forward, x) for forward in (partial(every_expert, layer), lambda x: layer(x)[0]))
-    yield Pair("every_over_own", every, own)
+    forms = (lambda: every_expert(layer, x), lambda: layer(x)[0])
+    yield Pair(*map(_training_step, forms))
 
 
 def every_expert(layer: FFN, x: Tensor) -> Tensor:
@@ -172,9 +191,9 @@ def every_expert(layer: FFN, x: Tensor) -> Tensor:
     return (silu(gate) * up * weights[..., None]).flatten(-2) @ layer.experts.out.weight.flatten(0, 1)
 
 
-def _training_step(forward: Callable[[Tensor], Tensor], x: Tensor) -> Call:
+def _training_step(forward: Callable[[], Tensor]) -> Call:
     def step() -> None:
-        y = forward(x)
+        y = forward()
         y.backward(y.detach())
 
     return step
@@ -182,7 +201,7 @@ def _training_step(forward: Callable[[Tensor], Tensor], x: Tensor) -> Call:
 
 def adamw(*, attn: str) -> Iterator[Pair]:
     """One AdamW step over a model's parameters: torch's default implementation over the fused one."""
-    yield Pair("default_over_fused", *(_optimizer_step(_model(attn), fused) for fused in (None, True)))
+    yield Pair(*(_optimizer_step(_model(attn), fused) for fused in (None, True)))
 
 
 def _optimizer_step(model: nn.Module, fused: bool | None) -> Call:
@@ -195,8 +214,8 @@ def _model(attn: str) -> LM:
     return build_model(load([f"attn={attn}"]), VOCAB_SIZE).eval()
 
 
-def _mixer(attn: str, d_model: int) -> Mixer:
-    return build_layer(factory("attn", load([f"attn={attn}"]).attn), d_model, layer_idx=0, n_layers=1).eval()
+def _mixer(overrides: Sequence[str], d_model: int) -> Mixer:
+    return build_layer(factory("attn", load(overrides).attn), d_model, layer_idx=0, n_layers=1).eval()
 
 
 def _decode_step(model: LM, context: int, capacity: int) -> Call:
