@@ -7,6 +7,8 @@ ratio, so a decay of any strength is exact and nothing of the size (C, C, d) is 
 Shapes: n chunks (of all sequences and heads), c tokens a chunk (a power of two), d channels, m pieces of 2h tokens.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -36,18 +38,19 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
     return sum(a[:, :, j, None] * b[:, j, None] for j in range(a.shape[2]))
 
 
-def _decays(g: Tensor):
-    """For h = 1, 2, 4, ... c/2 of g (n c d): h, the decay of each later token since the middle of its piece, and of
-    each earlier token until there, both (n m h d). At last c and, over the whole chunk, both (n c d)."""
-    since, until = g.exp(), torch.ones_like(g)
-    h, c = 1, g.shape[1]
+def _levels(since: Tensor, until: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For h = 1, 2, 4, ... c/2: h, the decay of each later token since the middle of its piece, and that of each
+    earlier token until there, both (n m h d).
+
+    since (n c d) holds each token's own decay and until (n c d) ones; at last, what reaches over the whole chunk.
+    """
+    h, c = 1, since.shape[1]
     while h < c:
         s, u = _halves(since, h), _halves(until, h)
         yield h, s[:, :, 1], u[:, :, 0]
         u[:, :, 0] *= s[:, :, 1, -1:]
         s[:, :, 1] *= s[:, :, 0, -1:]
         h *= 2
-    yield c, since, until
 
 
 class DecayedProducts(Function):
@@ -62,16 +65,16 @@ class DecayedProducts(Function):
     @staticmethod
     def forward(ctx, k: Tensor, g: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(k, g, *rows)
+        since, until = g.exp(), torch.ones_like(g)
         scores = [k.new_zeros(*k.shape[:2], k.shape[1]) for _ in rows]
         scores[0].diagonal(dim1=1, dim2=2).copy_((rows[0] * k).sum(-1))
-        for h, since, until in _decays(g):
-            if h == k.shape[1]:
-                return *scores, *(x * since for x in rows), k * until, since[:, -1].clone()
-            early = (_halves(k, h)[:, :, 0] * until).flatten(0, 1)
+        for h, since_mid, until_mid in _levels(since, until):
+            early = (_halves(k, h)[:, :, 0] * until_mid).flatten(0, 1)
             for a, x in zip(scores, rows, strict=True):
-                late = (_halves(x, h)[:, :, 1] * since).flatten(0, 1)
+                late = (_halves(x, h)[:, :, 1] * since_mid).flatten(0, 1)
                 pairs = _pairs(a, h)
                 pairs.copy_(torch.bmm(late, early.mT).view(pairs.shape))
+        return *scores, *(x * since for x in rows), k * until, since[:, -1].clone()
 
     @staticmethod
     @once_differentiable
@@ -80,17 +83,16 @@ class DecayedProducts(Function):
         n_rows = len(rows)
         d_scores, d_decayed, (d_kept, d_whole) = grads[:n_rows], grads[n_rows:-2], grads[-2:]
         d_rows, d_k = [torch.zeros_like(x) for x in rows], torch.zeros_like(k)
-        for h, since, until in _decays(g):
-            if h == k.shape[1]:
-                break
-            early = (_halves(k, h)[:, :, 0] * until).flatten(0, 1)
+        since, until = g.exp(), torch.ones_like(g)
+        for h, since_mid, until_mid in _levels(since, until):
+            early = (_halves(k, h)[:, :, 0] * until_mid).flatten(0, 1)
             d_early = torch.zeros_like(early)
             for d_a, x, d_x in zip(d_scores, rows, d_rows, strict=True):
                 d_pairs = _pairs(d_a, h).reshape(-1, h, h)
-                late = (_halves(x, h)[:, :, 1] * since).flatten(0, 1)
-                _halves(d_x, h)[:, :, 1].addcmul_(_bmm(d_pairs, early).view(since.shape), since)
+                late = (_halves(x, h)[:, :, 1] * since_mid).flatten(0, 1)
+                _halves(d_x, h)[:, :, 1].addcmul_(_bmm(d_pairs, early).view(since_mid.shape), since_mid)
                 d_early += _bmm(d_pairs.mT, late)
-            _halves(d_k, h)[:, :, 0].addcmul_(d_early.view(until.shape), until)
+            _halves(d_k, h)[:, :, 0].addcmul_(d_early.view(until_mid.shape), until_mid)
         # In x[i] k[j] exp(g[j+1] + ... + g[i]) the gradient of each g between j and i is x[i] d_x[i] = k[j] d_k[j].
         kept = d_kept * until
         d_k += kept

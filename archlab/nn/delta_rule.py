@@ -61,17 +61,24 @@ def recurrent(
     """`delta_rule`, token by token."""
     b, t, h, _ = q.shape
     flat, outputs = state.view(b * h, *state.shape[2:]), []
-    decay = None if g is None else g.exp()
-    for i in range(t):
-        q_i, k_i, v_i = (x[:, i].reshape(b * h, 1, -1) for x in (q, k, v))
-        out = flat if in_place else None
+    out = flat if in_place else None
+    nothing = [None] * t
+    decays = nothing if g is None else _tokens(g.exp())
+    betas = nothing if beta is None else _tokens(beta[..., None])
+    for q_i, k_i, v_i, decay, beta_i in zip(_tokens(q), _tokens(k), _tokens(v), decays, betas, strict=True):
         if decay is not None:
-            flat = torch.mul(flat, decay[:, i].reshape(b * h, -1, 1), out=out)
-        if beta is not None:
-            v_i = torch.baddbmm(v_i, k_i, flat, alpha=-1) * beta[:, i].reshape(b * h, 1, 1)
+            flat = torch.mul(flat, decay.mT, out=out)
+        if beta_i is not None:
+            v_i = torch.baddbmm(v_i, k_i, flat, alpha=-1) * beta_i
         flat = torch.baddbmm(flat, k_i.mT, v_i, out=out)
-        outputs.append(torch.bmm(q_i, flat).view(b, h, -1))
-    return torch.stack(outputs, dim=1), flat.view(state.shape)
+        outputs.append(torch.bmm(q_i, flat))
+    return torch.stack(outputs, dim=1).view(b, h, t, -1).transpose(1, 2), flat.view(state.shape)
+
+
+def _tokens(x: Tensor) -> tuple[Tensor, ...]:
+    """(b t h d) -> t times (b h, 1, d)."""
+    b, t, h, d = x.shape
+    return x.transpose(0, 1).reshape(t, b * h, 1, d).unbind(0)
 
 
 def chunked(
@@ -128,7 +135,8 @@ def _decayed_products(k: Tensor, g: Tensor | None, *rows: Tensor) -> tuple[Tenso
 
 
 def recurrent_flops(width: int, v_width: int, *, delta: bool) -> int:
-    """Of one head and token by token: its read, its write and, with the delta rule, its error. Decays are no products."""
+    """Of one head and token, token by token: a read, a write and, with the delta rule, a recall. Decays are elementwise
+    and not counted."""
     return (6 if delta else 4) * width * v_width
 
 
@@ -136,10 +144,7 @@ def chunked_flops(width: int, v_width: int, chunk: int, *, delta: bool, decay_wi
     """Of one head and token in chunks, rounded down. `decay_width`: channels of g, 0 where there is no decay."""
     k, v, c, rows = width, v_width, chunk, 2 if delta else 1
     halving = c * (c - 1)  # products of halves, summed over a chunk's levels, a channel
-    if decay_width == k:
-        total = rows * halving * k
-    else:
-        total = rows * 2 * c * c * k + halving * decay_width
+    total = rows * halving * k if decay_width == k else rows * 2 * c * c * k + halving * decay_width
     if delta:
         total += 2 * c * (c * c - 1) // 3 + 2 * c * c * (k + v) + 2 * (k + c) * c * k
     total += 2 * (k + c) * c * v + 2 * (k + c) * k * v
