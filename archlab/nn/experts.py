@@ -8,12 +8,13 @@ f expert width, s groups of tokens that a balance loss looks at one by one.
 """
 
 import math
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.amp import is_autocast_available
 from torch.nn.functional import grouped_mm, linear, silu
+
+from archlab.precision import without_autocast
 
 FEW_ROWS = 32
 """Up to so many rows, as in a decode step, each reads its own expert's weights: sorting would not pay."""
@@ -26,9 +27,8 @@ class Router(nn.Linear):
         super().__init__(d_model, n_experts, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext():
+        with without_autocast(x.device):
             return linear(x.to(wide), self.weight.to(wide))
 
 
