@@ -394,6 +394,24 @@ def test_flops_are_those_of_the_counter():
     assert build(window=7).mix_flops(1000) == build().mix_flops(7)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"qk_norm": True, "rope_dim": 4, "window": 4}], ids=str)
+def test_compiled_mixer_computes_the_same_with_gradients(settings):
+    mixer, x = build(**settings), rand(2, 11, D, requires_grad=True)
+    compiled = torch.compile(mixer, backend="aot_eager")
+    y, expected = compiled(x)[0], mixer(x)[0]
+    close(y, expected)
+    close(*(torch.autograd.grad(out.square().sum(), x)[0] for out in (y, expected)))
+
+
+def test_autocast_norms_in_the_precision_of_the_weights(recwarn):
+    mixer, x = build(qk_norm=True).float(), torch.randn(1, 6, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mixer(x)[0]
+    torch.testing.assert_close(y.float(), mixer(x)[0], rtol=0.05, atol=0.02)
+    assert not [w for w in recwarn if "dtype" in str(w.message)]
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

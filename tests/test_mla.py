@@ -245,6 +245,15 @@ def test_a_cache_narrower_than_the_weights(weights):
     torch.testing.assert_close(y, expected, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.slow
+def test_compiled_mixer_computes_the_same_with_gradients():
+    mixer, x = build(), rand(2, 11, D, requires_grad=True)
+    compiled = torch.compile(mixer, backend="aot_eager")
+    y, expected = compiled(x)[0], mixer(x)[0]
+    close(y, expected)
+    close(*(torch.autograd.grad(out.square().sum(), x)[0] for out in (y, expected)))
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from archlab.errors import UsageError
 from archlab.mixer import Aux, Mixer, Position, State
 from archlab.nn.attention import append, causal_attention, last_position
+from archlab.nn.norm import RMSNorm
 from archlab.nn.rope import rotate_
 
 
@@ -70,8 +71,8 @@ class GroupedQueryAttention(Mixer):
             raise UsageError(f"window={window}: a query must at least see its own token; give 1 or more, or null")
         self.qkv = nn.Linear(d_model, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(self.n_heads * self.head_dim, d_model, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
 
     def init_state(self, batch: int, max_len: int, *, device: torch.device, dtype: torch.dtype) -> KVState:
         slots = max_len if self.window is None else min(max_len, self.window)
@@ -93,7 +94,7 @@ class GroupedQueryAttention(Mixer):
         qkv = self.qkv(x).unflatten(-1, (h + 2 * g, self.head_dim))
         if self.q_norm is not None:
             q, k, v = qkv.split([h, g, g], dim=2)
-            qkv = torch.cat([self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v], dim=2)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
         rotate_(qkv[:, :, : h + g], pos, n_rot=self.rope_dim, theta=self.rope_theta)
         qkv = qkv.transpose(1, 2)
         return qkv[:, :h], qkv[:, h:]

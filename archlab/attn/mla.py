@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from archlab.errors import UsageError
 from archlab.mixer import Aux, Mixer, Position, State
 from archlab.nn.attention import append, causal_attention, wants_one_width
+from archlab.nn.norm import RMSNorm
 from archlab.nn.rope import rotate_
 
 
@@ -67,9 +68,9 @@ class MultiHeadLatentAttention(Mixer):
         q_width = n_heads * (self.dn + self.dr)
         self.d_query = q_lora_rank or q_width
         self.down = nn.Linear(d_model, self.d_query + self.dc + self.dr, bias=False)
-        self.q_norm = nn.RMSNorm(q_lora_rank, eps=norm_eps) if q_lora_rank else None
+        self.q_norm = RMSNorm(q_lora_rank, eps=norm_eps) if q_lora_rank else None
         self.q_up = nn.Linear(q_lora_rank, q_width, bias=False) if q_lora_rank else None
-        self.kv_norm = nn.RMSNorm(self.dc, eps=norm_eps)
+        self.kv_norm = RMSNorm(self.dc, eps=norm_eps)
         self.kv_up = nn.Linear(self.dc, n_heads * (self.dn + self.dv), bias=False)
         self.out = nn.Linear(n_heads * self.dv, d_model, bias=False)
 
@@ -92,7 +93,7 @@ class MultiHeadLatentAttention(Mixer):
             q = self.q_up(self.q_norm(q))
         q_nope, q_rope = q.unflatten(-1, (self.n_heads, self.dn + self.dr)).split([self.dn, self.dr], dim=-1)
         rope = rotate_(torch.cat([q_rope, k_rope[:, :, None]], dim=2), pos, n_rot=self.n_rot, theta=self.rope_theta)
-        latent = torch.cat([self.kv_norm(c).to(rope.dtype), rope[:, :, -1]], dim=-1)
+        latent = torch.cat([self.kv_norm(c), rope[:, :, -1]], dim=-1)
         return q_nope, rope[:, :, :-1], latent[:, None]
 
     def absorbs(self, t: int, s: int) -> bool:

@@ -1,10 +1,18 @@
 """Normalisation layers that a model or a plugin can name."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from archlab.errors import UsageError
 
-NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in the precision of its weight, also where autocast narrowed the input; the result is as the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+NORMS = {"rms": RMSNorm, "layer": nn.LayerNorm}
 
 
 def build_norm(kind: str, dim: int, eps: float) -> nn.Module:
