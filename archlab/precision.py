@@ -54,3 +54,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     """The context of what must compute in the number format of its inputs."""
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if known else nullcontext()
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """x in float32, or as it is where that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from archlab.mixer import Position
-from archlab.precision import without_autocast
+from archlab.precision import widen, without_autocast
 
 SCORES_PER_PIECE = 1 << 20
 """Scores held at once: all t * s of them are computed, but never together."""
 
 _LOWEST = torch.iinfo(torch.int64).min
+_BLOCK_BITS = 0xFFFFFFFF
 
 
 @torch.no_grad()
@@ -28,9 +29,8 @@ def select_blocks(q: Tensor, k: Tensor, pos: Position, *, block_size: int, top_k
     their last float64 bits choose alike.
     """
     b, t, g, _ = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q.device):
-        q, k = q.to(wide), k.to(wide)
+        q, k = widen(q), widen(k)
         step = max(1, SCORES_PER_PIECE // (b * g * k.shape[1]))
         pieces = [_select(q[:, i : i + step], k, pos + i, block_size, top_k) for i in range(0, t, step)]
     return torch.cat(pieces, dim=1)
@@ -39,15 +39,15 @@ def select_blocks(q: Tensor, k: Tensor, pos: Position, *, block_size: int, top_k
 def _select(q: Tensor, k: Tensor, pos: Position, block_size: int, top_k: int) -> Tensor:
     b, t, g, _ = q.shape
     own = (query_positions(pos, t, device=q.device) // block_size)[..., None, None].expand(b, t, g, 1)
-    last = pos + t - 1 if isinstance(pos, int) else k.shape[1] - 1
-    n_earlier = last // block_size
-    picked = min(top_k - 1, n_earlier)
     chosen = own.new_full((b, t, g, top_k - 1), -1)
-    if picked:
+    n_earlier = (pos + t - 1 if isinstance(pos, int) else k.shape[1] - 1) // block_size  # than the last query's own
+    n_best = min(top_k - 1, n_earlier)
+    if n_best:
         ranks = _ranks(block_scores(q, k[:, : n_earlier * block_size], block_size))
-        ranks = ranks.masked_fill_(torch.arange(n_earlier, device=q.device) >= own, _LOWEST)
-        best = ranks.topk(picked, dim=-1, sorted=False).values
-        chosen[..., :picked] = torch.where(best == _LOWEST, -1, best & 0xFFFFFFFF)
+        if not isinstance(pos, int) or pos // block_size < n_earlier:
+            ranks.masked_fill_(torch.arange(n_earlier, device=q.device) >= own, _LOWEST)
+        best = ranks.topk(n_best, dim=-1, sorted=False).values
+        chosen[..., :n_best] = torch.where(best == _LOWEST, -1, best & _BLOCK_BITS)
     return torch.cat([own, chosen], dim=-1)
 
 

@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from archlab.mixer import Position
 from archlab.nn.align import tiled_divergence
 from archlab.nn.select import query_positions
-from archlab.nn.tiles import Tiles, group_by_block, merge_lse, take, tile_log_weights, tile_scores, widen
-from archlab.precision import without_autocast
+from archlab.nn.tiles import Tiles, group_by_block, merge_lse, take, tile_log_weights, tile_scores
+from archlab.precision import widen, without_autocast
 
 PARTIALS_PER_CHUNK = 1 << 23
 """Elements of partial results, k for each query, held before they are merged."""
@@ -104,14 +104,15 @@ class TiledAttention(torch.autograd.Function):
         n_rows, r, c = q.shape
         dot = (dy * y).sum(-1, keepdim=True)
         dq, dk, dv = q.new_zeros(n_rows + 1, r * c), torch.zeros_like(k), torch.zeros_like(v)
-        for piece in tiles.pieces(r * k.shape[1]):
-            block, rows = tiles.block[piece], tiles.rows[piece]
-            weights = tile_log_weights(q, k, lse, tiles, piece).exp_()
-            dy_tile = take(dy, rows)
-            dv.index_add_(0, block, weights.mT @ dy_tile)
-            dscores = (dy_tile @ v[block].mT).sub_(take(dot, rows)).mul_(weights)
-            dq.index_add_(0, rows.flatten(), (dscores @ k[block]).view(-1, r * c))
-            dk.index_add_(0, block, dscores.mT @ take(q, rows))
+        with without_autocast(q.device):
+            for piece in tiles.pieces(r * k.shape[1]):
+                block, rows = tiles.block[piece], tiles.rows[piece]
+                weights = tile_log_weights(q, k, lse, tiles, piece).exp_()
+                dy_tile = take(dy, rows)
+                dv.index_add_(0, block, weights.mT @ dy_tile)
+                dscores = (dy_tile @ v[block].mT).sub_(take(dot, rows)).mul_(weights)
+                dq.index_add_(0, rows.flatten(), (dscores @ k[block]).view(-1, r * c))
+                dk.index_add_(0, block, dscores.mT @ take(q, rows))
         return dq[:-1].view_as(q), dk, dv, None
 
 
@@ -136,10 +137,12 @@ def gathered_attention(
     b, h, t, c = q.shape
     heads, capacity = slots.shape[1:3]
     g = heads // 2
-    start = (blocks * block_size).clamp(0, length - block_size)
+    begin = blocks * block_size
+    query = query_positions(pos, t, device=q.device)[..., None, None]
+    end = torch.minimum(begin + block_size, query + 1)  # of what the query sees; 0 where there is no block
+    start = begin.clamp(0, length - block_size)
     key = start[..., None] + torch.arange(block_size, device=q.device)
-    query = query_positions(pos, t, device=q.device)[..., None, None, None]
-    seen = (key <= query) & (key // block_size == blocks[..., None])
+    seen = (key >= begin[..., None]) & (key < end[..., None])
     mask = torch.where(seen, 0.0, -math.inf).to(slots.dtype).view(b, t * g, 1, -1)
 
     head = torch.arange(b, device=q.device)[:, None] * heads + torch.arange(g, device=q.device)

@@ -132,8 +132,3 @@ def merge_lse(part_lse: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of every place (T*m r) -> of every pair (N k r), -inf where there is no such pair, and row (N r)."""
     pairs = part_lse[tiles.slot].masked_fill_(~tiles.real[..., None], -math.inf)
     return pairs, pairs.logsumexp(1)
-
-
-def widen(x: Tensor) -> Tensor:
-    """At least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
