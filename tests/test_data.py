@@ -154,6 +154,7 @@ def test_stdlib_holds_out_whole_files_of_the_library():
     assert data.codec.vocab_size == data.vocab_size == 256
 
 
+@pytest.mark.slow
 def test_the_same_library_in_another_process(tmp_path):
     code = "from archlab.data.stdlib import StandardLibrary as S; print(S(context=17, eval_tokens=500).fingerprint)"
     env = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}

@@ -14,108 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
+from training import CPU, VOCAB, AuxFFN, Uneven, make_model, make_settings, make_trainer, run
 
 from archlab import checkpoint, precision
 from archlab.data import IGNORE, build_dataset
-from archlab.data.base import Dataset
 from archlab.errors import UsageError
-from archlab.ffn.swiglu import SwiGLU
-from archlab.model import LM, build_model
+from archlab.model import build_model
 from archlab.optim import build_optimizer, learning_rate, param_groups
-from archlab.plugins import factory, load, names
+from archlab.plugins import load, names
 from archlab.testing import Variant
-from archlab.train import Diverged, Interrupted, Trainer, train
-from archlab.train_settings import TrainSettings
-
-CPU = torch.device("cpu")
-VOCAB = 23
-
-
-class Uneven(Dataset):
-    """Random rows whose number of counted targets differs, none among them."""
-
-    name, vocab_size, fingerprint = "uneven", VOCAB, "uneven"
-    n_tokens = {"val": 40, "test": 40}  # noqa: RUF012
-
-    def __init__(self, context: int = 10):
-        super().__init__(context=context, eval_tokens=None)
-
-    def train_row(self, rng):
-        inputs, targets = rng.integers(VOCAB, size=(2, self.context))
-        return inputs, np.where(np.arange(self.context) < rng.integers(self.context), targets, IGNORE)
-
-    def n_eval_rows(self, split):
-        return 4
-
-    def eval_row(self, split, i):
-        return self.train_row(np.random.default_rng(i))
-
-
-class Rows(list):
-    def log(self, step, values):
-        self.append((step, values))
-
-    def column(self, name):
-        return [values[name] for _, values in self]
-
-
-class AuxFFN(SwiGLU):
-    """Adds an auxiliary loss of known gradient: the mean over tokens of a learned weight times the squared input."""
-
-    def __init__(self, d_model, *, d_ff=None):
-        super().__init__(d_model, d_ff=d_ff)
-        self.probe = nn.Parameter(torch.ones(d_model))
-        self.seen = []
-
-    def forward(self, x):
-        return super().forward(x)[0], {"probe": (self.probe * x.detach() ** 2).mean()}
-
-    def after_step(self, progress):
-        self.seen.append(progress)
-
-    def metrics(self):
-        return {"probe_norm": float(self.probe.detach().norm())}
-
-
-def make_settings(**overrides) -> TrainSettings:
-    return TrainSettings(**{"steps": 4, "batch_size": 6, "lr": 1e-2} | overrides)
-
-
-def make_model(*, ffn=SwiGLU, seed=0, **model) -> LM:
-    torch.manual_seed(seed)
-    attn = Variant(attn="gqa").config().attn
-    return LM(vocab_size=VOCAB, attn=factory("attn", attn), ffn=ffn, d_model=16, n_layers=2, **model)
-
-
-def make_trainer(path, model=None, data=None, *, seed=0, dtype=torch.float64, **overrides) -> Trainer:
-    model = make_model() if model is None else model
-    data, s = data or Uneven(), make_settings(**overrides)
-    return Trainer(model, data, s, seed=seed, device=CPU, dtype=dtype, run_dir=path, config_hash="hash")
-
-
-def run(path, model=None, data=None, *, seed=0, dtype=torch.float32, progress=None, **overrides):
-    model = make_model() if model is None else model
-    rows, s = Rows(), make_settings(**overrides)
-    record = train(
-        model,
-        data or Uneven(),
-        s,
-        seed=seed,
-        device=CPU,
-        dtype=dtype,
-        log=rows,
-        run_dir=path,
-        config_hash="hash",
-        progress=progress,
-    )
-    return model, rows, record
+from archlab.train import Diverged, Interrupted
 
 
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-# The learning rate
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
@@ -149,9 +61,6 @@ def test_a_run_of_one_step_takes_the_peak():
     assert learning_rate(0, make_settings(steps=1, warmup_steps=20, min_lr_ratio=0.0)) == 1e-2
 
 
-# The optimizer
-
-
 def test_every_parameter_is_in_one_group():
     model = make_model(tied=True, norm="layer", positions="learned", max_positions=12)
     mixer = model.blocks[0].mixer
@@ -176,8 +85,10 @@ def test_an_untied_head_decays_and_a_tied_one_does_not():
         assert id(model.embed.weight) not in decayed
 
 
-@pytest.mark.parametrize("ffn", names("ffn"))
-@pytest.mark.parametrize("attn", names("attn"))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("attn", "ffn"), [(attn, "swiglu") for attn in names("attn")] + [("mha", ffn) for ffn in names("ffn")]
+)
 def test_no_plugin_has_a_decayed_gate(attn, ffn):
     model = Variant(attn=attn, ffn=ffn).build()
     names_of = {id(p): name for name, p in model.named_parameters()}
@@ -213,9 +124,6 @@ def test_updates_are_those_of_adamw_written_out(tmp_path):
 
 def test_the_optimizer_is_fused():
     assert all(group["fused"] for group in build_optimizer(make_model(), make_settings()).param_groups)
-
-
-# Gradients
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4, 6])
@@ -259,9 +167,6 @@ def test_auxiliary_losses_train_and_are_logged_apart(tmp_path, accumulate):
 def test_logged_losses_do_not_depend_on_accumulation(tmp_path):
     one, four = (run(tmp_path / str(n), dtype=torch.float64, accumulate=n)[1] for n in (1, 4))
     assert one.column("train/loss") == pytest.approx(four.column("train/loss"), abs=1e-10)
-
-
-# A run
 
 
 def test_the_record_and_the_log(tmp_path):
@@ -354,6 +259,7 @@ def test_number_formats(tmp_path, dtype):
     assert all(math.isfinite(x) for x in rows.column("train/loss"))
 
 
+@pytest.mark.slow
 def test_the_compiled_forward_trains_the_same(tmp_path, monkeypatch):
     calls, compile_ = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda module: calls.append(module) or compile_(module, backend="eager"))
@@ -371,9 +277,6 @@ def test_the_phrase_is_learned(tmp_path):
     losses = rows.column("train/loss")
     assert losses[0] == pytest.approx(math.log(data.vocab_size), abs=0.1)
     assert losses[300] < 0.05
-
-
-# What ends a run early
 
 
 def test_divergence_is_named_and_leaves_the_last_good_checkpoint(tmp_path):
@@ -433,9 +336,6 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
 
 def test_ctrl_c_in_the_last_step_lets_the_run_finish(tmp_path):
     assert run(tmp_path, progress=Press(4))[2]["train/steps"] == 4
-
-
-# Bad input
 
 
 def test_data_with_more_tokens_than_the_model_are_refused(tmp_path):
