@@ -120,7 +120,7 @@ class Mechanisms:
 def _table(ratios: list[Ratio]) -> Table:
     table = Table(Column("case", overflow="fold"), "ms / ms", "ratio", "quartiles", "aim", "met")
     for r in ratios:
-        times = f"{r.over_ms_p50:.3g} / {r.under_ms_p50:.3g}"
+        times = " / ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}" for ms in (r.over_ms_p50, r.under_ms_p50))
         noise = f"{r.ratio_p25:.3g} - {r.ratio_p75:.3g}"
         table.add_row(r.name, times, f"{r.ratio:.3g}", noise, r.aim, {True: "yes", False: "NO", None: ""}[r.met])
     return table

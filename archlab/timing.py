@@ -83,9 +83,8 @@ def interleaved(
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """No garbage collection inside, one before; the collector's state of before is restored."""
+    """No garbage collection inside; the collector's state of before is restored."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -323,6 +323,8 @@ def tiny(node):
 def test_every_mechanism_is_measured(case, capsys):
     cfg = tiny(load(["bench=mechanisms", "bench.rounds=1", "bench.sample_s=0", "bench.warmup_s=0"]).bench)
     cfg.only = [case]
+    if case == "capacity":
+        cfg.cases.capacity.pairs.attn = ["gqa", "swa"]
     ratios = instantiate(cfg, _convert_="all").run(CPU)["ratios"]
     assert ratios
     for ratio in ratios:
@@ -331,8 +333,13 @@ def test_every_mechanism_is_measured(case, capsys):
         assert ratio["over_ms_p50"] > 0
         assert ratio["under_ms_p50"] > 0
     assert case in capsys.readouterr().out
-    if case == "capacity":
-        assert {r["name"].removeprefix("capacity/") for r in ratios} == set(names("attn"))
+
+
+def test_capacity_is_measured_of_every_attention(monkeypatch):
+    monkeypatch.setattr(mechanisms, "_model", lambda attn: attn)
+    monkeypatch.setattr(mechanisms, "_decode_step", lambda model, context, capacity: (model, context, capacity))
+    pairs = {pair.name: (pair.over, pair.under) for pair in mechanisms.capacity(length=5, times=16)}
+    assert pairs == {name: ((name, 5, 96), (name, 5, 6)) for name in names("attn")}
 
 
 def test_a_ratio_is_the_median_of_the_rounds(clock):
