@@ -28,6 +28,7 @@ class UsageError(ArchlabError):
 
 def exit_status(error: BaseException) -> int:
     """The status that a command ends with for this error: 2 for what was asked, 130 for Ctrl-C, 1 for all else."""
+    error = _foreseen(error)
     if isinstance(error, KeyboardInterrupt):
         return 130
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -37,9 +38,10 @@ def exit_status(error: BaseException) -> int:
 
 def sentence(error: BaseException) -> str:
     """One line for people: what went wrong, and for an error that nobody foresaw, where."""
+    error = _foreseen(error)
     text = " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return text or "interrupted"
     if is_full_disk(error):
         return f"no space left on the device ({text}): what was written before is intact; free some and run again"
     if isinstance(error, ArchlabError | HydraException | OmegaConfBaseException | OSError):
@@ -63,6 +65,14 @@ def guarded(command: Callable[[], int | None]) -> int:
             traceback.print_exc()
         print(f"error: {sentence(error)}", file=sys.stderr)
         return exit_status(error)
+
+
+def _foreseen(error: BaseException) -> BaseException:
+    """The `ArchlabError` that another error wraps, as Hydra's instantiation does; else the error."""
+    cause = error
+    while cause is not None and not isinstance(cause, ArchlabError):
+        cause = cause.__cause__
+    return error if cause is None else cause
 
 
 def _origin(error: BaseException) -> str:

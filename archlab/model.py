@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from archlab.errors import UsageError
@@ -172,5 +172,8 @@ def build_model(cfg: DictConfig, vocab_size: int, *, device: torch.device | str 
     """
     check_keys("model", cfg.model)
     parts = {group: factory(group, cfg[group]) for group in GROUPS}
+    settings = OmegaConf.to_container(cfg.model, resolve=True) | parts | {"vocab_size": vocab_size}
+    build = get_object(settings.pop("_target_"))
+    settings.pop("_partial_", None)
     with torch.device(device):
-        return instantiate(cfg.model, _convert_="all", _partial_=False, vocab_size=vocab_size, **parts)
+        return build(**settings)

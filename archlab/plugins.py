@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
@@ -137,16 +138,24 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the annotated type; only unions of plain types are judged."""
-    kinds = get_args(hint) or (hint,)
+    """Whether a value is of the annotated type; plain types, unions of them and literals are judged."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    kinds = _kinds(hint)
     if not set(kinds) <= PLAIN.keys():
         return True
     wider = (*kinds, int) if float in kinds else kinds
     return isinstance(value, wider) and (not isinstance(value, bool) or bool in kinds)
 
 
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 def _spelled(hint: Any) -> str:
-    return " or ".join(PLAIN[kind] for kind in get_args(hint) or (hint,))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    return " or ".join(PLAIN[kind] for kind in _kinds(hint))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -1,0 +1,364 @@
+"""`python -m archlab.report FOLDER... [--out DIR]`: the table and the picture of any set of runs.
+
+It reads their `result.json` and nothing else. The seeds of one variant become one row; runs of different data never
+stand in one table; a ranking takes two seeds of a variant at least; runs that did not end well are counted and named.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from archlab import record
+from archlab.card import contexts, human_bytes, human_context, human_count
+from archlab.errors import UsageError, guarded
+
+CONTEXT = 8192
+"""Tokens of context at which caches and latencies are compared, where they were measured there."""
+
+LEAST_SEEDS = 2
+"""Seeds that a place in the ranking takes: one cannot tell an effect from noise."""
+
+SHARED = {
+    "trained with different budgets": ("data/train_tokens",),
+    "timed on different machines or settings": ("env/cpu", "env/device", "env/threads", "env/torch"),
+    "timed at different batch sizes or number formats": ("latency/batch", "latency/dtype"),
+}
+"""What a reader must be told, by the entries that runs must share for it not to be so."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One record, and the file it stands in."""
+
+    path: Path
+    entries: dict[str, Any]
+
+    @property
+    def status(self) -> str:
+        return self.entries["status"]
+
+    @property
+    def fault(self) -> str:
+        """How it ended, its name, the reason and the file, in one line."""
+        e = self.entries
+        return f"{self.status}: {e['variant/name']} seed {e['seed']}: {e.get('error', '')} ({self.path})"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The runs of one configuration, which differ in their seed."""
+
+    label: str
+    runs: Sequence[Run]
+
+    @cached_property
+    def ok(self) -> list[dict[str, Any]]:
+        """The records of the runs that ended well."""
+        return [run.entries for run in self.runs if run.status == "ok"]
+
+    def values(self, key: str) -> list[float]:
+        return [entries[key] for entries in self.ok if entries.get(key) is not None]
+
+    def mean(self, key: str) -> float | None:
+        values = self.values(key)
+        return statistics.fmean(values) if values else None
+
+    def deviation(self, key: str) -> float | None:
+        """The standard deviation between seeds; None of a single one."""
+        values = self.values(key)
+        return statistics.stdev(values) if len(values) > 1 else None
+
+    def count(self, status: str) -> int:
+        return sum(run.status == status for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants that saw the same data."""
+
+    fingerprint: str | None
+    variants: Sequence[Variant]
+    context: int = CONTEXT
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        return [entries for variant in self.variants for entries in variant.ok]
+
+    @property
+    def title(self) -> str:
+        names = {entries.get("data/name") for entries in self.records}
+        return (
+            f"data {'/'.join(map(str, names))} {self.fingerprint[:8]}"
+            if self.fingerprint
+            else "no data: static figures"
+        )
+
+    def measured_context(self, prefix: str) -> int | None:
+        """The longest context up to the stated one, else the shortest, that every record with any has."""
+        found = [set(c) for c in (contexts(entries, prefix) for entries in self.records) if c]
+        common = sorted(set.intersection(*found)) if found else []
+        return max((c for c in common if c <= self.context), default=min(common, default=None))
+
+    @cached_property
+    def ranks(self) -> dict[str, str]:
+        """Place by mean validation loss, of variants with enough seeds. Two whose seeds overlap share a place."""
+        able = [v for v in self.variants if len(v.values("quality/val_loss")) >= LEAST_SEEDS]
+        places, leader = {}, None
+        for i, variant in enumerate(sorted(able, key=lambda v: v.mean("quality/val_loss")), start=1):
+            losses = variant.values("quality/val_loss")
+            if leader is None or min(losses) > leader[1]:
+                leader = (i, max(losses))
+            places[variant.label] = f"{leader[0]}{'=' if leader[0] != i else ''}"
+        return places
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know before comparing the rows."""
+        notes = [what for what, keys in SHARED.items() if any(len(self._distinct(key)) > 1 for key in keys)]
+        if any(entries.get("env/parallel_jobs", 1) > 1 for entries in self.records):
+            notes.append("timed while other runs shared the machine")
+        if len({frozenset(e["seed"] for e in v.ok) for v in self.variants if v.ok}) > 1:
+            notes.append("not of the same seeds")
+        notes = [f"these runs were {note}" for note in notes]
+        if self.fingerprint and len(self.ranks) < len(self.variants):
+            notes.append(
+                f"a place in the ranking takes {LEAST_SEEDS} seeds of a variant: one cannot tell an effect from noise"
+            )
+        return notes
+
+    def _distinct(self, key: str) -> set[Any]:
+        return {entries[key] for entries in self.records if key in entries}
+
+
+def read(folders: Iterable[Path]) -> list[Run]:
+    """All records at and below the folders. Errors: UsageError for a missing folder or a damaged record."""
+    paths = set()
+    for folder in folders:
+        if not folder.exists():
+            raise UsageError(f"there is no {folder}: give a folder that runs have written")
+        paths |= {folder} if folder.is_file() else set(folder.rglob(record.RESULT))
+    return [Run(path, record.read(path)) for path in sorted(paths)]
+
+
+def compare(runs: Sequence[Run], context: int = CONTEXT) -> list[Comparison]:
+    """One comparison for each data set, each variant in it once."""
+    by_data: dict[str | None, dict[str, list[Run]]] = {}
+    for run in (kept := _newest(runs)):
+        variants = by_data.setdefault(_fingerprint(run, kept), {})
+        variants.setdefault(run.entries["variant/hash"], []).append(run)
+    labels = _labels(kept)
+    return [
+        Comparison(fingerprint, [Variant(labels[key], group) for key, group in variants.items()], context)
+        for fingerprint, variants in by_data.items()
+    ]
+
+
+def _newest(runs: Sequence[Run]) -> list[Run]:
+    """One run for each variant and seed: repeating a seed adds no evidence. A good one before others, then the last."""
+    kept: dict[str, Run] = {}
+    for run in runs:
+        key = run.entries["config_hash"]
+        if key not in kept or run.status == "ok" or kept[key].status != "ok":
+            kept[key] = run
+    return list(kept.values())
+
+
+def _fingerprint(run: Run, runs: Sequence[Run]) -> str | None:
+    """Of the data of a run; of one that failed before it had any, that of its variant or the only one there is."""
+    own = run.entries.get("data/fingerprint")
+    if own or run.status == "ok":
+        return own
+    found = {r.entries["variant/hash"]: f for r in runs if (f := r.entries.get("data/fingerprint"))}
+    only = next(iter(found.values())) if len(set(found.values())) == 1 else None
+    return found.get(run.entries["variant/hash"], only)
+
+
+def _labels(runs: Sequence[Run]) -> dict[str, str]:
+    """By variant hash, its name, with the settings that tell it from others of that name."""
+    words = {r.entries["variant/hash"]: (r.entries["variant/name"], _settings(r.entries)) for r in runs}
+    labels = {}
+    for key, (name, settings) in words.items():
+        namesakes = [other for n, other in words.values() if n == name]
+        own = [s for s in settings if not all(s in other for other in namesakes)]
+        labels[key] = " ".join([name, *own])
+    return labels
+
+
+def _settings(entries: dict[str, Any]) -> list[str]:
+    chosen = [f"{key.removeprefix('config/')}={value}" for key, value in entries.items() if key.startswith("config/")]
+    return [s for s in (*chosen, *entries["overrides"].split()) if s not in entries["variant/name"].split()]
+
+
+Cell = Callable[[Variant], str]
+
+
+def columns(c: Comparison) -> dict[str, Cell]:
+    """By header, how a variant fills it; only those that some variant has a figure for."""
+    stored, read_at = (c.measured_context(f"cache/{name}") for name in ("bytes_at", "read_bytes_at"))
+    prefill, decode = (c.measured_context(f"latency/{n}_p50") for n in ("prefill_ms", "decode_ms_per_token"))
+    figures = {
+        "val loss": ("quality/val_loss", "{:.4f}".format),
+        "bits/byte": ("quality/val_bits_per_byte", "{:.4f}".format),
+        "accuracy": ("quality/val_accuracy", "{:.1%}".format),
+        "params": ("params/total", human_count),
+        "active": ("params/active", human_count),
+        "cache B/token": ("cache/bytes_per_token_stored", "{:,.0f}".format),
+        f"cache at {_at(stored)}": (f"cache/bytes_at/{stored}", human_bytes),
+        f"read at {_at(read_at)}": (f"cache/read_bytes_at/{read_at}", human_bytes),
+        f"prefill ms at {_at(prefill)}": (f"latency/prefill_ms_p50/{prefill}", "{:.3g}".format),
+        f"decode ms at {_at(decode)}": (f"latency/decode_ms_per_token_p50/{decode}", "{:.3g}".format),
+    }
+    cells: dict[str, Cell] = {"variant": lambda v: v.label, "runs": _counts}
+    if c.ranks:
+        cells["rank"] = lambda v: c.ranks.get(v.label, "-")
+    for header, (key, text) in figures.items():
+        if any(key in entries for entries in c.records):
+            cells[header] = lambda v, key=key, text=text: _figure(v, key, text)
+    return cells
+
+
+def _at(context: int | None) -> str:
+    return "-" if context is None else human_context(context)
+
+
+def _counts(variant: Variant) -> str:
+    statuses = ("ok", *sorted({run.status for run in variant.runs} - {"ok"}))
+    return ", ".join(f"{n} {status}" for status in statuses if (n := variant.count(status)))
+
+
+def _figure(variant: Variant, key: str, text: Callable[[float], str]) -> str:
+    mean, deviation = variant.mean(key), variant.deviation(key)
+    if mean is None:
+        return "-"
+    return f"{text(mean)}±{deviation:.4f}" if deviation is not None and key == "quality/val_loss" else text(mean)
+
+
+def rows(c: Comparison) -> list[list[str]]:
+    """The header, then a row for every variant: ranked ones first, in order."""
+    cells = columns(c)
+    ordered = sorted(
+        c.variants, key=lambda v: (v.label not in c.ranks, v.mean("quality/val_loss") or 0 if c.ranks else 0)
+    )
+    return [list(cells), *([cell(v) for cell in cells.values()] for v in ordered)]
+
+
+NARROW = ("bits/byte", "active", "prefill ms")
+"""Beginnings of the headers that a table of 80 columns leaves to the files."""
+
+
+UNBROKEN = ("variant", "val loss")
+
+
+def show(runs: Sequence[Run], console: Console, context: int = CONTEXT) -> None:
+    """Print the tables, what must be known of them, and every run that did not end well."""
+    for c in compare(runs, context):
+        header, *body = rows(c)
+        kept = [i for i, name in enumerate(header) if not name.startswith(NARROW) or console.width > 120]
+        table = Table(title=c.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        for i in kept:
+            table.add_column(header[i], justify="left" if i < 2 else "right", no_wrap=header[i] in UNBROKEN)
+        for row in body:
+            table.add_row(*(row[i] for i in kept))
+        console.print(table)
+        for note in c.notes:
+            console.print(f"  {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    for line in closing_lines(runs):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def closing_lines(runs: Sequence[Run]) -> list[str]:
+    """What concerns all tables: other data, repeated runs, and each run that did not end well."""
+    lines = []
+    comparisons, repeated = compare(runs), len(runs) - len(_newest(runs))
+    if len(comparisons) > 1:
+        lines.append(f"{len(comparisons)} data sets: figures of different data are no comparison, so each has a table")
+    if repeated:
+        lines.append(f"{repeated} of {len(runs)} runs repeat a variant and seed: only the last good one is counted")
+    return lines + [run.fault for run in _newest(runs) if run.status != "ok"]
+
+
+def write(runs: Sequence[Run], out: Path, context: int = CONTEXT) -> list[Path]:
+    """Write report.csv, report.md and the pictures; returns the files."""
+    from archlab import figure  # a second to import
+
+    out.mkdir(parents=True, exist_ok=True)
+    comparisons = compare(runs, context)
+    written, text = [out / "report.csv", out / "report.md"], ["# Comparison"]
+    _write_csv(written[0], comparisons)
+    for c in comparisons:
+        stem = "report" if len(comparisons) == 1 else f"report-{(c.fingerprint or 'static')[:8]}"
+        pictures = figure.draw(c, out / stem)
+        written += pictures
+        text += [f"## {c.title}", _markdown(rows(c)), *(f"* {note}" for note in c.notes)]
+        text += [
+            f"![loss against cache bytes and against decode latency]({p.name})" for p in pictures if p.suffix == ".svg"
+        ]
+    text += [f"* {line}" for line in closing_lines(runs)]
+    written[1].write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    return written
+
+
+def _write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """A row for every variant: its counts, and mean and standard deviation over seeds of every number on record."""
+    variants = [(c, v) for c in comparisons for v in c.variants]
+    keys = sorted({key for _, v in variants for e in v.ok for key, x in e.items() if _is_number(x)} - {"seed"})
+    statuses = sorted({run.status for _, v in variants for run in v.runs} | {"ok"})
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(
+            [
+                "variant",
+                "data/fingerprint",
+                *(f"n_{s}" for s in statuses),
+                *(f"{k}{m}" for k in keys for m in ("", "/sd")),
+            ]
+        )
+        for c, v in variants:
+            figures = (x for key in keys for x in (v.mean(key), v.deviation(key)))
+            table.writerow([v.label, c.fingerprint, *(v.count(s) for s in statuses), *figures])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _markdown(table: list[list[str]]) -> str:
+    header, *body = table
+    lines = [header, ["---"] * 2 + ["---:"] * (len(header) - 2), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: see archlab/cli.py."""
+    parser = argparse.ArgumentParser(prog="python -m archlab.report", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, a sweep, or any folder above")
+    parser.add_argument("--out", type=Path, help="where the files go; default: report/ in the first folder")
+    parser.add_argument(
+        "--context", type=int, default=CONTEXT, help="tokens at which caches and latencies are compared"
+    )
+    args = parser.parse_args(argv)
+    return guarded(lambda: _report(args.folders, args.out or args.folders[0] / "report", args.context))
+
+
+def _report(folders: Sequence[Path], out: Path, context: int) -> None:
+    runs = read(folders)
+    if not runs:
+        raise UsageError(f"no {record.RESULT} at or below {', '.join(map(str, folders))}: has a run ended there?")
+    console = Console()
+    show(runs, console, context)
+    written = write(runs, out, context)
+    console.print(f"written: {', '.join(map(str, written))}", highlight=False, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
