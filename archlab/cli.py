@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from archlab import sweep
 from archlab.check import check_config, dotted_keys, suggest
 from archlab.errors import FULL_ERROR, UsageError, guarded
-from archlab.plugins import GROUPS, conf_dir, config_loader, names, register
+from archlab.plugins import GROUPS, PRESETS, conf_dir, config_loader, names, register
 from archlab.run import Job, quote, resolve, run
 
 OVERRIDE = re.compile(r"[+~]|[\w.@/]+=")
@@ -128,7 +128,7 @@ def _check(
             sweep_dir = Path(cfg.hydra.sweep.dir)
             OmegaConf.set_struct(cfg, False)
             del cfg.hydra
-            check_config(cfg, scalars, [group for group in groups if group != "experiment"])
+            check_config(cfg, scalars, [group for group in groups if group not in PRESETS])
             resolve(cfg)
         return cells, sweep_dir
 

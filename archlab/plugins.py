@@ -28,6 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from archlab.errors import UsageError
 
 GROUPS = ("attn", "ffn")
+PRESETS = ("experiment", "zoo")
+"""Config groups whose options set keys of all the others; a run needs none of them."""
 HARNESS_ARGS = ("d_model", "layer_idx", "n_layers")
 """What the harness passes to a plugin's constructor; a yaml file may not set them."""
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}

@@ -27,12 +27,15 @@ from archlab.data import Dataset, build_dataset
 from archlab.errors import ArchlabError, UsageError, sentence
 from archlab.log import Labels, Log, build_log
 from archlab.model import LM, build_model
-from archlab.plugins import GROUPS
+from archlab.plugins import GROUPS, PRESETS
 from archlab.precision import resolve_device, resolve_dtype
 from archlab.walkthrough import Walkthrough
 
 STATIC_CONTEXTS = (1 << 10, 1 << 13, 1 << 17, 1 << 20)
 """Tokens of context at which every cache is weighed."""
+
+OWN = "own"
+"""In place of an option's name where a configuration holds a plugin that is none of the group's."""
 
 TRACEBACK = "traceback.txt"
 
@@ -63,7 +66,7 @@ class Job:
         hydra = HydraConfig.get()
         return cls(
             run_dir=Path(os.path.relpath(hydra.runtime.output_dir)),
-            choices={k: v for k, v in hydra.runtime.choices.items() if v is not None},
+            choices=dict.fromkeys(GROUPS, OWN) | {k: v for k, v in hydra.runtime.choices.items() if v is not None},
             overrides=tuple(override.lstrip("+") for override in hydra.overrides.task),
             sweep_dir=Path(hydra.sweep.dir) if hydra.mode == RunMode.MULTIRUN else None,
             n_parallel=_n_parallel(hydra.launcher.get("n_jobs", 1)),
@@ -78,8 +81,9 @@ class Job:
     def headline(self) -> str:
         """The variant, and whether anybody asked for it."""
         names = " ".join(f"{group}={self.choices[group]}" for group in GROUPS)
-        if "experiment" in self.choices:
-            return f"experiment={self.choices['experiment']}: {names}"
+        presets = " ".join(f"{group}={self.choices[group]}" for group in PRESETS if group in self.choices)
+        if presets:
+            return f"{presets}: {names}"
         absent = [group for group in GROUPS if not any(o.startswith(f"{group}=") for o in self.overrides)]
         asked = f" (no {' or '.join(absent)} given)" if absent else ""
         return f"{'baseline: ' if absent == list(GROUPS) else ''}{names}{asked}"
