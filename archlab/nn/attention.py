@@ -13,7 +13,7 @@ PACKED_QUERIES = 16
 """Up to so many query tokens, the query heads of a KV head are packed as query length: K and V are then read once a KV
 head instead of once a query head."""
 
-WINDOW_CHUNK = 64
+WINDOW_CHUNK = 32
 """Least queries a piece of a windowed pass; a piece sees its own tokens and one window before them."""
 
 
