@@ -16,9 +16,6 @@ from torch.nn.functional import grouped_mm, linear, silu
 
 from archlab.precision import without_autocast
 
-FEW_ROWS = 32
-"""Up to so many rows, as in a decode step, each reads its own expert's weights: sorting would not pay."""
-
 
 class Router(nn.Linear):
     """x (... d) -> logits (... e), in float32 or wider also under autocast: rounding can choose another expert."""
@@ -44,6 +41,8 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_experts, d_in, d_out))
         nn.init.uniform_(self.weight, -(d_in**-0.5), d_in**-0.5)  # as nn.Linear does
 
+    # Not compiled: the compiler takes the grouped product in bfloat16 alone. torch.compiler.disable would load it here.
+    @torch._disable_dynamo
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x (p in), rows sorted by expert; ends (e,) int32, the row after each expert's last -> (p out)."""
         weight = self.weight.to(x.dtype)
@@ -79,9 +78,10 @@ class Experts(nn.Module):
         """x (... d), the chosen experts (... k) and their weights (... k) -> (... d)."""
         tokens = x.flatten(0, -2).to(_matmul_dtype(x))
         weights, chosen = weights.flatten(0, -2), chosen.flatten(0, -2)
-        few = chosen.numel() <= FEW_ROWS and not torch.is_grad_enabled()
-        # On meta no row is known to be any expert's.
-        mix = self._row_by_row if few or x.is_meta else self._sorted
+        # Hardly two of few rows share an expert whose weights sorting would read once. On meta no row has a place.
+        few = len(chosen) == 1 or 2 * chosen.numel() <= self.out.n_experts
+        alone = x.is_meta or (few and not torch.is_grad_enabled())
+        mix = self._row_by_row if alone else self._sorted
         return mix(tokens, weights, chosen).view(x.shape)
 
     def _row_by_row(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
