@@ -16,6 +16,7 @@ import itertools
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,15 +56,8 @@ def _command(words: list[str]) -> int:
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.experimental_rerun:
         return _hydra(words, lambda cfg: None)
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
-    cells, sweep_dir = _check(args, multirun, groups, scalars)
-    if not multirun:
-        return _run_one(words)
-    sweep.claim(sweep_dir, resume="++train.resume=true" in args.overrides)
-    try:
-        _hydra([*words, f"hydra.sweep.dir={quote(str(sweep_dir))}"], _run_cell)
-    finally:
-        failed = sweep.summarise(sweep_dir, len(cells))
-    return 1 if failed else 0
+    cells = _check(args, multirun, groups, scalars)
+    return _sweep(words, cells) if multirun else _run_one(words)
 
 
 def _run_one(words: list[str]) -> int:
@@ -79,6 +73,22 @@ def _run_one(words: list[str]) -> int:
     for error in filter(None, errors):
         raise error
     return 0
+
+
+def _sweep(words: list[str], cells: list[DictConfig]) -> int:
+    folder = Path(cells[0].hydra.sweep.dir)
+    sweep.claim(folder, resume=cells[0].train.resume)
+    words = [word for word in words if not word.startswith("hydra.sweep.dir=")]
+    words.append(f"hydra.sweep.dir={quote(str(folder))}")
+    try:
+        _hydra(words, _run_cell)
+    except KeyboardInterrupt:
+        again = (word.removeprefix("++") for word in (*words, "train.resume=true"))
+        print(f"to go on: {shlex.join(['python', '-m', 'archlab', *again])}")
+        raise
+    finally:
+        n_bad = sweep.summarise(folder, len(cells))
+    return 1 if n_bad else 0
 
 
 def _run_cell(cfg: DictConfig) -> float:
@@ -108,10 +118,8 @@ def normalise(word: str, groups: Sequence[str]) -> str:
     return f"{match[2]}={match[3]}" if match[2] in groups else f"++{match[2]}={match[3]}"
 
 
-def _check(
-    args: argparse.Namespace, multirun: bool, groups: list[str], scalars: dict[str, Any]
-) -> tuple[list[list[str]], Path]:
-    """The overrides of every cell, each composed and checked; and the folder of the sweep."""
+def _check(args: argparse.Namespace, multirun: bool, groups: list[str], scalars: dict[str, Any]) -> list[DictConfig]:
+    """The configuration of every cell, Hydra's own in it, once each is composed and checked."""
     for word in args.overrides:
         if "=" not in word and not word.startswith("~"):
             raise UsageError(f"{word!r} is not of the form key=value (python -m archlab --help shows what to type)")
@@ -120,17 +128,13 @@ def _check(
             names(group)  # refuses a name that two packages define
         overrides = OverridesParser.create(config_loader=loader).parse_overrides(args.overrides)
         _check_several(overrides, multirun, groups)
-        cells = _cells(overrides)
-        if args.config_dir:
-            cells = [[f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]", *cell] for cell in cells]
-        for cell in cells:
-            cfg = _compose(args.config_name or "config", cell)
-            sweep_dir = Path(cfg.hydra.sweep.dir)
-            OmegaConf.set_struct(cfg, False)
-            del cfg.hydra
-            check_config(cfg, scalars, [group for group in groups if group not in PRESETS])
-            resolve(cfg)
-        return cells, sweep_dir
+        found = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
+        cells = [_compose(args.config_name or "config", [*found, *cell]) for cell in _cells(overrides)]
+    for cell in cells:
+        cfg = OmegaConf.masked_copy(cell, [key for key in cell if key != "hydra"])
+        check_config(cfg, scalars, [group for group in groups if group not in PRESETS])
+        resolve(cfg)
+    return cells
 
 
 def _check_several(overrides: Sequence[Override], multirun: bool, groups: Sequence[str]) -> None:
@@ -154,6 +158,8 @@ def _cells(overrides: Sequence[Override]) -> list[list[str]]:
     for override in overrides:
         if override.is_discrete_sweep():
             axes.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+            if not axes[-1]:
+                raise UsageError(f"{override.input_line} names nothing that is installed")
         elif not override.is_sweep_override():
             axes.append([override.input_line])
     return [list(cell) for cell in itertools.product(*axes)]

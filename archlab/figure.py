@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from archlab.card import human_bytes, human_context
@@ -22,132 +22,158 @@ if TYPE_CHECKING:
 
 LOSS = "quality/val_loss"
 SUFFIXES = (".png", ".svg")
+DPI = 160
 MARKERS = "osD^vP*X<>"
 """One for each FFN; the colour is the attention's."""
 
-MOST_LABELS = 14
-"""Up to so many points carry their names; more are told apart by the legend alone."""
+MOST_LABELS = 40
+"""Up to so many points carry their names; more are told apart by a legend."""
 
-POINT_PX = 14
-"""Room that a point takes, in pixels at the figure's own resolution."""
+POINT_PT = 9
+"""Room that a point takes, in points of 1/72 inch, as its name's distance is."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of the two plots: which entry of the records is its x axis, and how that reads."""
+
+    key: str
+    title: str
+    is_bytes: bool = False
+
+    def points(self, c: "Comparison") -> "list[Point]":
+        """The variants that have both figures."""
+        found = ((v, v.mean(self.key), v.mean(LOSS)) for v in c.variants)
+        return [Point(v, x, y) for v, x, y in found if x and y is not None]
+
+    def tick(self, x: float, _: int) -> str:
+        return human_bytes(x).replace(".00", "").replace(".0", "") if self.is_bytes else f"{x:.3g}"
 
 
 @dataclass(frozen=True)
 class Point:
-    """A variant in one panel: its mean, and the range over seeds."""
+    """A variant in one panel: its means over seeds."""
 
     variant: "Variant"
     x: float
     y: float
 
     @property
-    def spread(self) -> tuple[float, float]:
+    def range(self) -> tuple[float, float]:
+        """The least and the largest loss of its seeds."""
         losses = self.variant.values(LOSS)
-        return self.y - min(losses), max(losses) - self.y
+        return min(losses), max(losses)
 
 
 def draw(c: "Comparison", stem: Path) -> list[Path]:
     """Write `stem`.png and .svg; returns them, or nothing where no variant has both a loss and a cache."""
     cache, decode = c.measured_context("cache/bytes_at"), c.measured_context("latency/decode_ms_per_token_p50")
-    panels = {
-        f"cache/bytes_at/{cache}": ("cache at {} tokens", cache, lambda x, _: human_bytes(x)),
-        f"latency/decode_ms_per_token_p50/{decode}": (
-            "decode at {} tokens, ms a token",
-            decode,
-            lambda x, _: f"{x:.3g}",
+    panels = [
+        Panel(f"cache/bytes_at/{cache}", f"cache at {human_context(cache or 0)} tokens, bytes", is_bytes=True),
+        Panel(
+            f"latency/decode_ms_per_token_p50/{decode}", f"decode at {human_context(decode or 0)} tokens, ms a token"
         ),
-    }
-    points = {key: _points(c, key) for key in panels}
-    if not any(points.values()):
+    ]
+    panels = [panel for panel in panels if panel.points(c)]
+    if not panels:
         return []
-    # Text stays text in the SVG, and the file does not change with the day.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "archlab", "font.size": 10}):
-        figure = Figure(figsize=(11, 5), layout="constrained")
-        for axes, (key, (title, context, form)) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
-            _panel(axes, points[key], _styles(c), form)
-            axes.set_xlabel(title.format("-" if context is None else human_context(context)))
-        figure.axes[0].set_ylabel("validation loss, nats a token")
-        figure.suptitle(f"{c.title}: nearer to the lower left is better")
-        _legend(figure, c)
-        for axes, key in zip(figure.axes, panels, strict=True):
-            if len(points[key]) <= MOST_LABELS:
-                label(axes, points[key])
+    n = max(len(panel.points(c)) for panel in panels)
+    with matplotlib.rc_context({"svg.hashsalt": "archlab", "font.size": 10}):
+        figure = Figure(figsize=(6 * len(panels), 4.5 + max(0, n - 10) / 10), dpi=DPI, layout="constrained")
+        axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for ax, panel in zip(axes, panels, strict=True):
+            _plot(ax, panel, c)
+        axes[0].set_ylabel("validation loss, nats a token")
+        figure.suptitle(f"{c.title}: the lower left is better")
+        if n > MOST_LABELS:
+            _legend(figure, c)
+        FigureCanvasAgg(figure).draw()  # lays out, which decides where a point lies
+        for ax, panel in zip(axes, panels, strict=True):
+            if n <= MOST_LABELS:
+                label(ax, panel.points(c), _short_names(c))
         files = [stem.with_name(stem.name + suffix) for suffix in SUFFIXES]
         for file in files:
-            figure.savefig(file, dpi=160, metadata={"Date": None} if file.suffix == ".svg" else None)
+            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
 
 
-def _points(c: "Comparison", key: str) -> list[Point]:
-    found = [Point(v, x, y) for v in c.variants if (x := v.mean(key)) is not None and (y := v.mean(LOSS)) is not None]
-    return [p for p in found if p.x > 0]
-
-
-def _styles(c: "Comparison") -> Callable[["Variant"], tuple]:
-    """Colour and marker of a variant."""
-    colours = dict(zip(_names(c, "attn"), itertools.cycle(matplotlib.color_sequences["tab20"]), strict=False))
-    markers = dict(zip(_names(c, "ffn"), itertools.cycle(MARKERS), strict=False))
-    return lambda v: (colours[v.ok[0]["variant/attn"]], markers[v.ok[0]["variant/ffn"]])
-
-
-def _names(c: "Comparison", group: str) -> list[str]:
-    return list(dict.fromkeys(entries[f"variant/{group}"] for entries in c.records))
-
-
-def _panel(axes: Axes, points: Sequence[Point], style: Callable[["Variant"], tuple], form: Callable) -> None:
+def _plot(ax: Axes, panel: Panel, c: "Comparison") -> None:
+    points, (colours, markers) = panel.points(c), _styles(c)
     for p in points:
-        colour, marker = style(p.variant)
-        low, high = p.spread
-        axes.errorbar(p.x, p.y, [[low], [high]], fmt=marker, color=colour, ms=8, mec="white", mew=0.6, elinewidth=1)
-    xs = [p.x for p in points] or [1]
+        (low, high), first = p.range, p.variant.ok[0]
+        colour, marker = colours[first["variant/attn"]], markers[first["variant/ffn"]]
+        ax.errorbar(p.x, p.y, [[p.y - low], [high - p.y]], fmt=marker, color=colour, ms=7, elinewidth=1)
+    xs = [p.x for p in points]
     if max(xs) > 4 * min(xs):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(base=10 if max(xs) > 30 * min(xs) else 2))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_locator(LogLocator(base=4 if panel.is_bytes else 2, numticks=8))
+        ax.xaxis.set_minor_locator(NullLocator())
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(FuncFormatter(form))
-    axes.margins(0.15)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_formatter(FuncFormatter(panel.tick))
+    ax.set_xlabel(panel.title)
+    ax.margins(0.15)
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _styles(c: "Comparison") -> tuple[Mapping[str, tuple], Mapping[str, str]]:
+    """The colour of each attention and the marker of each FFN."""
+    attns, ffns = (dict.fromkeys(entries[f"variant/{group}"] for entries in c.records) for group in ("attn", "ffn"))
+    dark_first = [*matplotlib.color_sequences["tab20"][::2], *matplotlib.color_sequences["tab20"][1::2]]
+    colours = dict(zip(attns, itertools.cycle(dark_first), strict=False))
+    return colours, dict(zip(ffns, itertools.cycle(MARKERS), strict=False))
 
 
 def _legend(figure: Figure, c: "Comparison") -> None:
-    """What a colour and what a marker means."""
-    style = _styles(c)
-    first = {group: {e[f"variant/{group}"]: v for v in c.variants for e in v.ok[:1]} for group in ("attn", "ffn")}
-    handles = [Line2D([], [], ls="", marker="o", color=style(v)[0], label=name) for name, v in first["attn"].items()]
-    handles += [Line2D([], [], ls="", marker=style(v)[1], color="0.4", label=name) for name, v in first["ffn"].items()]
+    colours, markers = _styles(c)
+    handles = [Line2D([], [], ls="", marker="o", color=colour, label=name) for name, colour in colours.items()]
+    handles += [Line2D([], [], ls="", marker=marker, color="0.4", label=name) for name, marker in markers.items()]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
 
 
-def label(axes: Axes, points: Sequence[Point]) -> None:
-    """Write each variant's name beside its point, as near as it covers neither another name nor a point."""
-    figure = axes.get_figure()
-    FigureCanvasAgg(figure).draw()  # the layout, which decides where a point lies
-    places = axes.transData.transform([(p.x, p.y) for p in points])
-    taken = [Bbox.from_bounds(x - POINT_PX / 2, y - POINT_PX / 2, POINT_PX, POINT_PX) for x, y in places]
+def _short_names(c: "Comparison") -> dict[str, str]:
+    """By label, what a point is called: without the FFN where all have the same."""
+    ffns = {entries["variant/ffn"] for entries in c.records}
+    shared = f"+{ffns.pop()}" if len(ffns) == 1 else ""
+    return {v.label: v.label.replace(shared, "", 1) if shared else v.label for v in c.variants}
+
+
+def label(ax: Axes, points: Sequence[Point], names: Mapping[str, str]) -> None:
+    """Write each name beside its point, as near as it covers neither another name nor a point with its range.
+
+    The layout must be done: the figure drawn once.
+    """
+    px = ax.get_figure().dpi / 72
+    places = ax.transData.transform([(p.x, p.y) for p in points])
+    taken = [_point_box(ax, p, POINT_PT * px) for p in points]
     for p, (x, y) in zip(points, places, strict=True):
-        text = axes.annotate(
-            p.variant.label,
+        text = ax.annotate(
+            names[p.variant.label],
             (p.x, p.y),
             xytext=(0, 0),
-            textcoords="offset pixels",
+            textcoords="offset points",
             ha="center",
             va="center",
             fontsize=8,
-            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "0.6", "shrinkA": 0, "shrinkB": 4},
+            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "0.5", "shrinkA": 0, "shrinkB": 4},
         )
         size = text.get_window_extent()
-        offset = next((o for o in _offsets(size) if _free(_box(x, y, o, size), taken, axes.bbox)), next(_offsets(size)))
-        text.set_position(offset)
-        taken.append(_box(x, y, offset, size))
+        boxes = {offset: _box(x, y, offset, size) for offset in _offsets(size, POINT_PT * px)}
+        offset = next((o for o, box in boxes.items() if _free(box, taken, ax.bbox)), next(iter(boxes)))
+        text.set_position((offset[0] / px, offset[1] / px))
+        taken.append(boxes[offset])
 
 
-def _offsets(size: Bbox) -> Iterator[tuple[float, float]]:
+def _point_box(ax: Axes, p: Point, width: float) -> Bbox:
+    (x, low), (_, high) = ax.transData.transform([(p.x, loss) for loss in p.range])
+    return Bbox.from_extents(x - width / 2, low - width / 2, x + width / 2, high + width / 2)
+
+
+def _offsets(size: Bbox, step: float) -> Iterator[tuple[float, float]]:
     """From a point to the middle of its name: around it, ever further."""
-    for gap, turn in itertools.product(range(10, 150, 10), range(16)):
-        angle = turn * math.pi / 8
+    for ring, turn in itertools.product(range(1, 25), range(16)):
+        angle, gap = turn * math.pi / 8, step * (0.5 + 0.4 * ring)
         yield math.cos(angle) * (size.width / 2 + gap), math.sin(angle) * (size.height / 2 + gap)
 
 

@@ -199,10 +199,14 @@ def _settings(entries: dict[str, Any]) -> list[str]:
     return [s for s in (*chosen, *entries["overrides"].split()) if s not in entries["variant/name"].split()]
 
 
+LEFT_OUT = ("bits/byte", "accuracy", "active", "prefill")
+WIDE = 120
+"""A terminal of fewer columns is spared the headers that begin so."""
+
 Cell = Callable[[Variant], str]
 
 
-def columns(c: Comparison) -> dict[str, Cell]:
+def columns(c: Comparison, narrow: bool) -> dict[str, Cell]:
     """By header, how a variant fills it; only those that some variant has a figure for."""
     stored, read_at = (c.measured_context(f"cache/{name}") for name in ("bytes_at", "read_bytes_at"))
     prefill, decode = (c.measured_context(f"latency/{n}_p50") for n in ("prefill_ms", "decode_ms_per_token"))
@@ -218,11 +222,11 @@ def columns(c: Comparison) -> dict[str, Cell]:
         f"prefill ms at {_at(prefill)}": (f"latency/prefill_ms_p50/{prefill}", "{:.3g}".format),
         f"decode ms at {_at(decode)}": (f"latency/decode_ms_per_token_p50/{decode}", "{:.3g}".format),
     }
-    cells: dict[str, Cell] = {"variant": lambda v: v.label, "runs": _counts}
+    cells: dict[str, Cell] = {"variant": lambda v: v.label, "ok" if narrow else "runs": lambda v: _counts(v, narrow)}
     if c.ranks:
         cells["rank"] = lambda v: c.ranks.get(v.label, "-")
     for header, (key, text) in figures.items():
-        if any(key in entries for entries in c.records):
+        if any(key in entries for entries in c.records) and not (narrow and header.startswith(LEFT_OUT)):
             cells[header] = lambda v, key=key, text=text: _figure(v, key, text)
     return cells
 
@@ -231,7 +235,9 @@ def _at(context: int | None) -> str:
     return "-" if context is None else human_context(context)
 
 
-def _counts(variant: Variant) -> str:
+def _counts(variant: Variant, narrow: bool) -> str:
+    if narrow:
+        return f"{len(variant.ok)}/{len(variant.runs)}"
     statuses = ("ok", *sorted({run.status for run in variant.runs} - {"ok"}))
     return ", ".join(f"{n} {status}" for status in statuses if (n := variant.count(status)))
 
@@ -243,32 +249,24 @@ def _figure(variant: Variant, key: str, text: Callable[[float], str]) -> str:
     return f"{text(mean)}±{deviation:.4f}" if deviation is not None and key == "quality/val_loss" else text(mean)
 
 
-def rows(c: Comparison) -> list[list[str]]:
+def rows(c: Comparison, *, narrow: bool = False) -> list[list[str]]:
     """The header, then a row for every variant: ranked ones first, in order."""
-    cells = columns(c)
-    ordered = sorted(
-        c.variants, key=lambda v: (v.label not in c.ranks, v.mean("quality/val_loss") or 0 if c.ranks else 0)
-    )
-    return [list(cells), *([cell(v) for cell in cells.values()] for v in ordered)]
-
-
-NARROW = ("bits/byte", "active", "prefill ms")
-"""Beginnings of the headers that a table of 80 columns leaves to the files."""
-
-
-UNBROKEN = ("variant", "val loss")
+    cells = columns(c, narrow)
+    ranked = sorted((v for v in c.variants if v.label in c.ranks), key=lambda v: v.mean("quality/val_loss"))
+    others = [v for v in c.variants if v.label not in c.ranks]
+    return [list(cells), *([cell(v) for cell in cells.values()] for v in (*ranked, *others))]
 
 
 def show(runs: Sequence[Run], console: Console, context: int = CONTEXT) -> None:
     """Print the tables, what must be known of them, and every run that did not end well."""
     for c in compare(runs, context):
-        header, *body = rows(c)
-        kept = [i for i, name in enumerate(header) if not name.startswith(NARROW) or console.width > 120]
+        header, *body = rows(c, narrow=console.width < WIDE)
         table = Table(title=c.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for i in kept:
-            table.add_column(header[i], justify="left" if i < 2 else "right", no_wrap=header[i] in UNBROKEN)
+        for i, name in enumerate(header):
+            stacked = name.replace(" at ", "\nat\N{NO-BREAK SPACE}").replace(" ", "\n")
+            table.add_column(stacked, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
         for row in body:
-            table.add_row(*(row[i] for i in kept))
+            table.add_row(*row)
         console.print(table)
         for note in c.notes:
             console.print(f"  {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
