@@ -232,6 +232,11 @@ def test_two_runs_of_one_seed_give_the_same_bits(tmp_path):
     assert all(torch.equal(one[1][name], two[1][name]) for name in one[1])
 
 
+def test_the_seed_decides_the_data(tmp_path):
+    losses = [run(tmp_path / str(seed), seed=seed)[1].column("train/loss") for seed in (0, 1)]
+    assert losses[0][0] != losses[1][0]
+
+
 def test_dropout_is_on_while_training_also_after_an_evaluation(tmp_path):
     trainer = make_trainer(tmp_path, make_model(dropout=0.5))
     trainer.start()
