@@ -51,7 +51,7 @@ def delta_rule(
 
 
 def _full_precision(device_type: str) -> AbstractContextManager:
-    on = torch.is_autocast_enabled(device_type)
+    on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
@@ -81,6 +81,7 @@ def _tokens(x: Tensor) -> tuple[Tensor, ...]:
     return x.transpose(0, 1).reshape(t, b * h, 1, d).unbind(0)
 
 
+@torch.compiler.disable(reason="unrolled over chunks and levels it takes minutes to compile and runs no faster")
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor, *, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
