@@ -183,6 +183,17 @@ def test_latency_of_a_stub(clock):
 
 
 @pytest.mark.usefixtures("rates")
+def test_quantiles_of_the_measured_calls(clock):
+    """Of 1, 2, ... 10 ms, in any order."""
+    model = Stub(clock)
+    model.decode = clock.takes(*(n / 1000 for n in (900, 3, 1, 10, 2, 5, 4, 9, 6, 8, 7)))
+    decode = Effort(warmup_calls=1, warmup_s=0.0, calls=10, seconds=0.0)
+    record = latency(model, settings(contexts=[8], decode=decode), dtype=torch.float32, gate=PASSED)
+    assert record["latency/decode_ms_per_token_p50/8"] == pytest.approx(5.5)
+    assert record["latency/decode_ms_per_token_p90/8"] == pytest.approx(9.1)
+
+
+@pytest.mark.usefixtures("rates")
 def test_prefill_is_not_in_decode(clock):
     records = [latency(Stub(clock, s), settings(), dtype=torch.float32, gate=PASSED) for s in (1.0, 10.0)]
     decode, prefill = "latency/decode_ms_per_token_p50/8", "latency/prefill_ms_p50/8"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from archlab import equivalence
 from archlab.attn.gqa import GroupedQueryAttention
 from archlab.equivalence import evaluating, feed, full, gate, poisoned_cache
 from archlab.ffn.swiglu import SwiGLU
@@ -113,7 +114,8 @@ class Ties(FFN):
 
 def build(attn=GroupedQueryAttention, ffn=SwiGLU, **model):
     torch.manual_seed(0)
-    kwargs = {"n_heads": 4, "n_kv_heads": 2} if issubclass(attn, GroupedQueryAttention) else {}
+    takes_heads = isinstance(attn, type) and issubclass(attn, GroupedQueryAttention)
+    kwargs = {"n_heads": 4, "n_kv_heads": 2} if takes_heads else {}
     parts = {"attn": partial(attn, **kwargs), "ffn": ffn}
     return LM(vocab_size=50, d_model=32, n_layers=2, init_std=0.3, **parts, **model)
 
@@ -168,6 +170,44 @@ def test_a_tie_is_told_from_a_fault_by_exact_arithmetic(flips, passes):
     assert record["equivalence/dtype"] == ("float64" if passes else "float32")
 
 
+class OneSequence(GroupedQueryAttention):
+    """Puts a number into the first sequence of a batch where it is decoded, in the arithmetic named."""
+
+    def __init__(self, d_model, *, number, dtypes):
+        super().__init__(d_model, n_heads=2)
+        self.number, self.dtypes = number, dtypes
+
+    def forward(self, x, *, pos=0, state=None):
+        y, aux = super().forward(x, pos=pos, state=state)
+        if state is not None and x.dtype in self.dtypes:
+            y = torch.cat([torch.full_like(y[:1], self.number), y[1:]])
+        return y, aux
+
+
+@pytest.mark.parametrize(
+    ("number", "dtypes", "passes"),
+    [
+        (1.0, [torch.float32], True),
+        (math.nan, [torch.float32], False),
+        (math.inf, [torch.float32], False),
+        (1.0, [torch.float32, torch.float64], False),
+    ],
+)
+def test_what_strikes_one_sequence_alone(number, dtypes, passes):
+    """It may be a tie, unless it is no number or happens in exact arithmetic too; the record is then float32's."""
+    model = build(partial(OneSequence, number=number, dtypes=dtypes))
+    record = gate(model, length=LENGTH, batch=4, dtype=torch.float32)
+    assert record["equivalence/passed"] is passes
+    assert record["equivalence/dtype"] == ("float64" if passes else "float32")
+
+
+def test_bfloat16_decodes_from_a_bfloat16_cache(monkeypatch):
+    seen = []
+    monkeypatch.setattr(equivalence, "feed", lambda *args: seen.append(args[3].states[0].kv.dtype) or feed(*args))
+    judge(build(), torch.bfloat16)
+    assert seen == [torch.float32, torch.bfloat16]
+
+
 def test_the_gate_leaves_the_model_as_it_was():
     for training in (True, False):
         model = build(dropout=0.5).train(training)
@@ -210,6 +250,14 @@ def test_poison_fills_slots_and_spares_accumulators():
     assert slots.dtype == torch.bfloat16
     assert (poisoned_cache(build(Accumulator), 2, 7).states[0].total == 0).all()
     assert (poisoned_cache(build(), 2, 7, poison=50.0).states[0].kv == 50).all()
+
+
+def test_poison_spares_whole_numbers():
+    class Counting(Accumulator):
+        def init_state(self, batch, max_len, *, device, dtype):
+            return Sums(torch.zeros(batch, max_len, device=device, dtype=torch.long))
+
+    assert (poisoned_cache(build(Counting), 2, 7).states[0].total == 0).all()
 
 
 def test_full_and_feed_agree():
