@@ -102,6 +102,36 @@ FAULTS = [
         "mixer.py", "t.index_select(0, rows)", "t[: len(rows)]",
         "snapshots",
     ),
+    Fault(
+        "latent attention without its scale when absorbed",
+        "attn/mla.py", "y = causal_attention(q, latent, v, pos=pos, scale=self.scale)", "y = causal_attention(q, latent, v, pos=pos)",
+        "cached_equals_full", attn="mla",
+    ),
+    Fault(
+        "absorbed queries pair their rotary channels otherwise",
+        "attn/mla.py", "q_rope.transpose(1, 2)], dim=-1)", "q_rope.transpose(1, 2).unflatten(-1, (2, -1)).mT.flatten(-2)], dim=-1)",
+        "cached_equals_full", attn="mla",
+    ),
+    Fault(
+        "the latent cached before its norm",
+        "attn/mla.py", "latent = append(state.latent[:, None], latent, pos)", "latent = append(state.latent[:, None], torch.cat([self.down(x)[..., self.d_query : self.d_query + self.dc], latent[:, 0, :, self.dc :]], dim=-1)[:, None], pos)",
+        "cached_equals_full", attn="mla",
+    ),
+    Fault(
+        "expanded keys and values cached under the name of a latent",
+        "attn/mla.py", "return LatentState(torch.zeros(batch, max_len, self.dc + self.dr, device=device, dtype=dtype))", "return LatentState(torch.zeros(batch, max_len, self.n_heads * (self.dn + self.dr + self.dv), device=device, dtype=dtype)[..., : self.dc + self.dr])",
+        "weighed_bytes", attn="mla",
+    ),
+    Fault(
+        "a piece sees too little of the window before it",
+        "nn/attention.py", "torch.cat([old[:, :, -window:], x], dim=2)", "torch.cat([old[:, :, -window + 2 :], x], dim=2)",
+        "cached_equals_full", attn="swa",
+    ),
+    Fault(
+        "the last token of a piece is not kept in the ring",
+        "attn/gqa.py", "kept = torch.arange(max(0, t - n), t, device=q.device)", "kept = torch.arange(max(0, t - n), t - 1, device=q.device)",
+        "cached_equals_full", attn="swa",
+    ),
 ]  # fmt: skip
 
 
