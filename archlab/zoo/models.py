@@ -28,7 +28,7 @@ DTYPE = torch.bfloat16
 LONGEST = max(CONTEXTS)
 
 PER_TOKEN, CONSTANT, BYTES_AT = "cache/bytes_per_token_stored", "cache/bytes_constant", "cache/bytes_at"
-PER_FIRST_TOKEN = "cache/bytes_per_first_token"
+PER_FIRST_TOKEN, FLOPS = "cache/bytes_per_first_token", "flops/decode_per_token_at"
 
 
 class Model:
@@ -64,7 +64,7 @@ class Model:
         for context in sorted({*CONTEXTS, *self.published.contexts(BYTES_AT)}):
             entries[f"{BYTES_AT}/{context}"] = self.cache_bytes(context)
             entries[f"cache/read_bytes_at/{context}"] = account.cache_read_bytes(self.lm, context, DTYPE)
-            entries[f"flops/decode_per_token_at/{context}"] = account.decode_flops(self.lm, context)
+            entries[f"{FLOPS}/{context}"] = account.decode_flops(self.lm, context)
         return entries
 
 

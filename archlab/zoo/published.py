@@ -13,16 +13,15 @@ from archlab.plugins import nearest
 BITS = 16
 """Of a cached element, where nothing else is said."""
 
+BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
 UNITS = {
     "params": {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12},
     "flops": {"": 1, "M": 1e6, "G": 1e9, "T": 1e12},
-    "cache": {
-        **{"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30},
-        **{"elements": BITS // 8, "k elements": BITS // 8 * 1e3},
-    },
+    "cache": BYTES | {"elements": BITS / 8, "k elements": BITS / 8 * 1e3},
     "saving": {"%": 0.01},
 }
-"""By the first word of a figure's name: the units that it may be published in. An element has `BITS`."""
+"""By the first word of a figure's name: the units that it may be published in."""
 
 
 @dataclass(frozen=True)
