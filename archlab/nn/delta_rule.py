@@ -46,7 +46,8 @@ def delta_rule(
         q, k, v, g, beta = (None if x is None else x.to(state.dtype) for x in (q, k, v, g, beta))
         if q.shape[1] <= FEW_TOKENS:
             return recurrent(q, k, v, g, beta, state, in_place=in_place)
-        y, last = chunked(q, k, v, g, beta, state, chunk_size=chunk_size)
+        form = _chunked_uncompiled if torch.compiler.is_compiling() else chunked
+        y, last = form(q, k, v, g, beta, state, chunk_size=chunk_size)
         return y, state.copy_(last) if in_place else last
 
 
@@ -81,7 +82,6 @@ def _tokens(x: Tensor) -> tuple[Tensor, ...]:
     return x.transpose(0, 1).reshape(t, b * h, 1, d).unbind(0)
 
 
-@torch.compiler.disable(reason="unrolled over chunks and levels it takes minutes to compile and runs no faster")
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor, *, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -112,6 +112,10 @@ def chunked(
     y, last = StateScan.apply(*maps, state.reshape(b * h, width, -1))
     y = y.view(n, b, h, c, -1).permute(1, 0, 3, 2, 4).reshape(b, n * c, h, -1)
     return y[:, :t], last.view(state.shape)
+
+
+# Unrolled over chunks and levels it would take minutes to compile and run no faster.
+_chunked_uncompiled = torch._disable_dynamo(chunked)
 
 
 def _fold(x: Tensor | None, n: int, c: int) -> Tensor | None:
