@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 
 from archlab import bench, machine, mechanisms, timing
 from archlab.attn.gqa import GroupedQueryAttention
+from archlab.attn.mla import MultiHeadLatentAttention
 from archlab.bench import BenchSettings, latency
 from archlab.errors import ArchlabError, UsageError
 from archlab.ffn.swiglu import SwiGLU
@@ -272,7 +273,8 @@ def test_settings_refuse_what_cannot_be():
 
 def test_bandwidth_is_that_of_the_size_asked_for(monkeypatch):
     sizes = []
-    monkeypatch.setattr(machine, "measure", lambda call, device, effort: sizes.append(call().numel()) or [2.0, 1.0])
+    seconds = iter([[2.0, 1.0], [4.0, 3.0]] * 3)
+    monkeypatch.setattr(machine, "measure", lambda call, device, effort: sizes.append(call().numel()) or next(seconds))
     machine._read_bandwidth.cache_clear()
     assert machine.read_bandwidth(3 << 20, CPU) == 4 << 20
     assert machine.read_bandwidth(4 << 20, CPU) == 4 << 20
@@ -386,6 +388,28 @@ def test_every_expert_computes_what_the_plugin_does():
     torch.testing.assert_close(every, ours)
     grads = [torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]) for y in (ours, every)]
     torch.testing.assert_close(*grads)
+
+
+def test_the_forms_of_latent_attention(monkeypatch):
+    expanded = []
+    own = MultiHeadLatentAttention.expanded
+    monkeypatch.setattr(MultiHeadLatentAttention, "expanded", lambda *args: expanded.append(args[4]) or own(*args))
+    (pair,) = mechanisms.latent_forms(attn="mla", context=5, d_model=64)
+    expanded.clear()
+    pair.under()
+    assert expanded == []
+    pair.over()
+    assert expanded == [5]
+
+
+def test_the_optimizers_of_the_suite(monkeypatch):
+    fused = []
+    monkeypatch.setattr(mechanisms, "_optimizer_step", lambda model, f: fused.append(f) or (lambda: f))
+    (pair,) = mechanisms.adamw(attn="mha")
+    assert (pair.over(), pair.under()) == (None, True)
+    monkeypatch.undo()
+    step = mechanisms._optimizer_step(torch.nn.Linear(2, 2), True)
+    assert step.__self__.defaults["fused"] is True
 
 
 def test_a_decode_step_of_the_suite_stays_in_place():

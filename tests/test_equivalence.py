@@ -50,6 +50,14 @@ class UnwrittenRead(GroupedQueryAttention):
         return (y + 0 * state.kv.sum() if state is not None else y), aux
 
 
+class RoomSeen(GroupedQueryAttention):
+    """Right only in a cache that fits."""
+
+    def forward(self, x, *, pos=0, state=None):
+        y, aux = super().forward(x, pos=pos, state=state)
+        return (y + 1 if state is not None and state.kv.shape[2] > LENGTH else y), aux
+
+
 class StateOnSelf(GroupedQueryAttention):
     """Attends to what an earlier sequence left on the module."""
 
@@ -136,7 +144,7 @@ def test_sound_variants_pass(attn, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fault", [PositionIgnored, FutureSeen, NotANumber, UnwrittenRead, StateOnSelf])
+@pytest.mark.parametrize("fault", [PositionIgnored, FutureSeen, NotANumber, UnwrittenRead, RoomSeen, StateOnSelf])
 def test_planted_faults_fail(fault, dtype):
     model = build(fault).to(torch.float64 if dtype == torch.float64 else torch.float32)
     record = judge(model, dtype)
