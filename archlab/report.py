@@ -96,12 +96,10 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        names = {entries.get("data/name") for entries in self.records}
-        return (
-            f"data {'/'.join(map(str, names))} {self.fingerprint[:8]}"
-            if self.fingerprint
-            else "no data: static figures"
-        )
+        if not self.fingerprint:
+            return "no data: static figures"
+        names = {run.entries.get("data/name") for variant in self.variants for run in variant.runs} - {None}
+        return f"data {'/'.join(sorted(names))} {self.fingerprint[:8]}"
 
     def measured_context(self, prefix: str) -> int | None:
         """The longest context up to the stated one, else the shortest, that every record with any has."""

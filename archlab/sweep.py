@@ -20,24 +20,19 @@ def claim(sweep_dir: Path, *, resume: bool) -> None:
 
 
 def summarise(sweep_dir: Path, n_cells: int) -> int:
-    """Print the table of all records below the folder and name every cell without a good one; returns their number.
+    """Print one table of the sweep and name every cell that did not end well; returns how many they are.
 
-    `n_cells` is how many the sweep has: a cell whose process was killed leaves no record.
+    `n_cells` is how many the sweep has: a cell that was not reached, or whose process was killed, has no record.
     """
-    if not sweep_dir.exists():
-        return n_cells
     console = Console()
-    records = report.read([sweep_dir])
-    report.show(records, console)
-    bad = [f"{r.status}: {r.name} ({r.path})" for r in records if r.status != "ok"]
-    cut = [folder for folder in _begun(sweep_dir) if not (folder / record.RESULT).exists()]
-    bad += [f"ended without a record: {folder}" for folder in cut]
-    absent = n_cells - len(records) - len(cut)
-    bad += [f"not started: {absent} of {n_cells} cells"] * (absent > 0)
-    for line in bad:
+    runs = report.read([sweep_dir]) if sweep_dir.exists() else []
+    report.show(runs, console)
+    begun = {path.parent for path in sweep_dir.rglob(record.CONFIG)}
+    cut = sorted(begun - {run.path.parent for run in runs})
+    lines = [f"ended without a record: {folder}" for folder in cut]
+    unreached = max(0, n_cells - len(begun))
+    if unreached:
+        lines.append(f"not started: {unreached} of {n_cells} cells")
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return len(bad)
-
-
-def _begun(sweep_dir: Path) -> list[Path]:
-    return sorted(path.parent for path in sweep_dir.rglob(record.CONFIG))
+    return sum(run.status != "ok" for run in runs) + len(cut) + unreached

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from commands import Commands
 from hydra.core.global_hydra import GlobalHydra
 
 
@@ -12,3 +13,10 @@ def _clean_slate():
     torch.set_num_threads(1)
     yield
     GlobalHydra.instance().clear()
+
+
+@pytest.fixture
+def archlab(capsys, monkeypatch, tmp_path):
+    """The command line, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return Commands(capsys)
