@@ -48,8 +48,9 @@ class FixedDecay(nn.Module):
 
     def __init__(self, n_heads: int):
         super().__init__()
-        g = torch.log1p(-torch.exp2(-5.0 - torch.arange(n_heads)))
-        self.register_buffer("g", g[:, None], persistent=False)
+        self.n_heads = n_heads
 
     def forward(self, z: Tensor) -> Tensor:
-        return self.g.expand(*z.shape[:2], -1, -1)
+        # Not a buffer: rounded to float32 once, it would be another decay in float64.
+        head = torch.arange(self.n_heads, dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
+        return torch.log1p(-torch.exp2(-5 - head))[:, None].expand(*z.shape[:2], -1, -1)
