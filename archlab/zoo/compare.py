@@ -61,7 +61,7 @@ def crossings(a: Model, b: Model) -> list[int]:
 def _sign(a: Model, b: Model, context: int) -> int:
     """1 where the cache of a is larger, -1 where that of b is."""
     difference = a.cache_bytes(context) - b.cache_bytes(context)
-    return (difference > 0) - (difference < 0)
+    return int(difference > 0) - int(difference < 0)
 
 
 def _first(a: Model, b: Model, sign: int, low: int, high: int) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.overrides import TorchFunctionMode
@@ -27,6 +28,8 @@ DTYPE = torch.bfloat16
 
 LONGEST = max(CONTEXTS)
 
+WANTED = "give the config.yaml of a run, or a file like those of conf/zoo"
+
 PER_TOKEN, CONSTANT, BYTES_AT = "cache/bytes_per_token_stored", "cache/bytes_constant", "cache/bytes_at"
 PER_FIRST_TOKEN, FLOPS = "cache/bytes_per_first_token", "flops/decode_per_token_at"
 
@@ -37,17 +40,19 @@ class Model:
     Attributes:
         name: as its authors write it, or as its file is called.
         published: what they state of it.
+        claims: each of these figures beside the counted one.
         entries: the figures by their names in the record; beside those of `account`, `params/active_non_embedding`
             (active ones but embedding and head) and `cache/bytes_per_first_token` (before any window is full).
     """
 
     def __init__(self, cfg: DictConfig, name: str):
         self.cfg = cfg
-        self.published = Published.read(cfg.get("published") or {}, name)
+        self.published = Published.read(OmegaConf.to_container(cfg, resolve=True).get("published", {}), name)
         self.name = self.published.name
         self.lm = build(cfg)
         self._bytes: dict[int, int] = {}
         self.entries = self._count()
+        self.claims = self.published.claims(self.entries)
 
     def cache_bytes(self, context: int) -> int:
         """Of one sequence."""
@@ -89,28 +94,36 @@ def zoo() -> list[Model]:
 
 
 def read(path: Path) -> Model:
-    """The model of a user's file: the `config.yaml` of a run, or what could stand in `conf/zoo`.
+    """The model of a user's file: the `config.yaml` of a run, or what could stand in `conf/zoo`. Without a published
+    name it has that of the file, or of the run's folder.
 
     Errors: UsageError where there is none, where it is no configuration, or where that holds an unknown key.
     """
+    try:
+        return Model(_configuration(path), path.absolute().parent.name if path.stem == "config" else path.stem)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _configuration(path: Path) -> DictConfig:
     cfg = _load(path)
     composed = all(OmegaConf.is_dict(cfg.get(group)) and "_target_" in cfg[group] for group in (*GROUPS, "model"))
     cfg = cfg if composed else _compose(path)
     groups, scalars = top_level()
     known = OmegaConf.create({key: value for key, value in cfg.items() if key != "published"})
     check_config(known, {k: v for k, v in scalars.items() if k in known}, [g for g in groups if g in known])
-    return Model(cfg, str(path))
+    return cfg
 
 
 def _load(path: Path) -> DictConfig:
     try:
         cfg = OmegaConf.load(path)
     except FileNotFoundError:
-        raise UsageError(f"there is no {path}: give a run's config.yaml, or a file like those of conf/zoo") from None
+        raise UsageError(f"there is no such file; {WANTED}") from None
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise UsageError(f"it cannot be read ({' '.join(str(error).split())}); {WANTED}") from error
     if not OmegaConf.is_dict(cfg):
-        raise UsageError(f"{path} holds no configuration: give a run's config.yaml, or a file like those of conf/zoo")
+        raise UsageError(f"it holds no configuration; {WANTED}")
     return cfg
 
 
@@ -120,4 +133,9 @@ def _compose(path: Path) -> DictConfig:
         option = Path(folder, "yours", "model.yaml")
         option.parent.mkdir()
         option.write_bytes(path.read_bytes())
-        return load([f"hydra.searchpath=[file://{folder}]", "+yours@_global_=model"])
+        try:
+            return load([f"hydra.searchpath=[file://{folder}]", "+yours@_global_=model"])
+        except MissingConfigException as error:
+            group, _, name = error.missing_cfg_file.rpartition("/")
+            installed = ", ".join(sorted(error.options or ()))
+            raise UsageError(f"unknown {group} {name!r}; installed: {installed}") from error

@@ -2,10 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Self
-
-from omegaconf import OmegaConf
 
 from archlab.errors import UsageError
 from archlab.plugins import nearest
@@ -38,6 +36,9 @@ class Claim:
     text: str
     counted: float
     explained: str | None = None
+
+    def __post_init__(self):
+        parse(self.name, self.text)
 
     @property
     def verdict(self) -> str:
@@ -101,10 +102,11 @@ class Published:
     @classmethod
     def read(cls, section: Mapping[str, Any], name: str) -> Self:
         """The section of the configuration called `name`. Errors: UsageError naming a key that is unknown or absent."""
-        stated = {"name": name} | OmegaConf.to_container(OmegaConf.create(section), resolve=True)
-        where = f"{name}: published"
-        against = {what: _made(Baseline, b, f"{where}.against") for what, b in stated.pop("against", {}).items()}
-        return _made(cls, stated | {"against": against}, where)
+        published = _made(cls, {"name": name} | _mapping(section, "published"), "published")
+        for part in ("figures", "explained", "against"):
+            _mapping(getattr(published, part), f"published.{part}")
+        against = {what: _made(Baseline, b, f"published.against.{what}") for what, b in published.against.items()}
+        return replace(published, against=against)
 
     def claims(self, entries: Mapping[str, float]) -> list[Claim]:
         """Every figure beside that of the record. Errors: UsageError for a name that the record does not have."""
@@ -119,9 +121,14 @@ class Published:
         return [int(context) for context in found if context.isdecimal()]
 
 
-def _made(kind: type, values: Any, where: str) -> Any:
-    if not isinstance(values, dict):
-        raise UsageError(f"{where} holds {values!r}; give {', '.join(f.name for f in fields(kind))}")
+def _mapping(section: Any, where: str) -> dict[str, Any]:
+    if not isinstance(section, Mapping):
+        raise UsageError(f"{where} is {section!r}: give a mapping")
+    return dict(section)
+
+
+def _made(kind: type, section: Any, where: str) -> Any:
+    values = _mapping(section, where)
     known = [f.name for f in fields(kind)]
     for key in values:
         if key not in known:

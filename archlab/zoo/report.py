@@ -44,7 +44,8 @@ class Sheet:
         style = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
         table = Table(title=escape(self.title), title_justify="left", **style)
         for i, name in enumerate(self.header):
-            table.add_column(name, justify="left" if i < self.n_words else "right", no_wrap=True)
+            is_word = i < self.n_words
+            table.add_column(name, justify="left" if is_word else "right", overflow="fold", no_wrap=not is_word)
         for row in self.rows:
             table.add_row(*map(escape, row))
         return table
@@ -61,7 +62,7 @@ def sheets(models: Sequence[Model]) -> list[Sheet]:
 
 def claims(models: Iterable[Model]) -> list[tuple[str, Claim]]:
     """Every published figure, with its model's name."""
-    return [(model.name, claim) for model in models for claim in model.published.claims(model.entries)]
+    return [(model.name, claim) for model in models for claim in model.claims]
 
 
 def _claims(models: Sequence[Model]) -> Sheet:
@@ -169,6 +170,6 @@ def _write_csv(models: Sequence[Model], path: Path) -> None:
         table.writeheader()
         for model in models:
             row = {"model": model.name, "sources": " ".join(model.published.sources)} | model.entries
-            for claim in model.published.claims(model.entries):
+            for claim in model.claims:
                 row |= {f"{claim.name}/published": claim.text, f"{claim.name}/verdict": claim.verdict}
             table.writerow(row)
