@@ -63,8 +63,8 @@ def slow_gqa(mixer, x):
     h, g, c = mixer.n_heads, mixer.n_kv_heads, mixer.head_dim
     q, k, v = (x @ mixer.qkv.weight.T).unflatten(-1, (h + 2 * g, c)).split([h, g, g], dim=2)
     if mixer.q_norm is not None:
-        q = rms_norm(q, (c,), mixer.q_norm.weight, 1e-6)
-        k = rms_norm(k, (c,), mixer.k_norm.weight, 1e-6)
+        q = rms_norm(q, (c,), mixer.q_norm.weight, mixer.norm_eps)
+        k = rms_norm(k, (c,), mixer.k_norm.weight, mixer.norm_eps)
     positions = row_positions(0, b, t)
     q, k = (slow_rope(z, positions, mixer.rope_dim, mixer.rope_theta).transpose(1, 2) for z in (q, k))
     y = slow_attention(q, k, v.transpose(1, 2), positions, mixer.window)

@@ -42,7 +42,7 @@ class GroupedQueryAttention(Mixer):
     Args:
         n_heads, n_kv_heads: query and KV heads; None means as many KV heads as query heads.
         head_dim: width of a head; None means d_model / n_heads.
-        qk_norm: RMSNorm over each head's query and key before the rotation (Qwen3).
+        qk_norm: RMSNorm over each head's query and key before the rotation (Qwen3), with epsilon `norm_eps`.
         rope_dim: how many channels of a head rotate; None means all, 0 none (NoPE).
         rope_theta: base of the rotation's wavelengths.
         window: tokens that a query sees, its own among them; None means all.
@@ -59,6 +59,7 @@ class GroupedQueryAttention(Mixer):
         rope_dim: int | None = None,
         rope_theta: float = 10_000.0,
         window: int | None = None,
+        norm_eps: float = 1e-5,
     ):
         super().__init__()
         self.n_heads = n_heads
@@ -66,13 +67,14 @@ class GroupedQueryAttention(Mixer):
         self.head_dim = width_of_head(d_model, n_heads) if head_dim is None else head_dim
         self.rope_dim = self.head_dim if rope_dim is None else rope_dim
         self.rope_theta, self.window = rope_theta, window
+        self.qk_norm, self.norm_eps = qk_norm, norm_eps
         check_heads(self.n_heads, self.n_kv_heads, self.head_dim, self.rope_dim)
         if window is not None and window < 1:
             raise UsageError(f"window={window}: a query must at least see its own token; give 1 or more, or null")
         self.qkv = nn.Linear(d_model, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(self.n_heads * self.head_dim, d_model, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=1e-6) if qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
 
     def init_state(self, batch: int, max_len: int, *, device: torch.device, dtype: torch.dtype) -> KVState:
         slots = max_len if self.window is None else min(max_len, self.window)

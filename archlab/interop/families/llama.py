@@ -1,0 +1,23 @@
+"""Llama (Touvron et al. 2023, arXiv:2302.13971): grouped-query attention and SwiGLU."""
+
+from archlab.attn.gqa import GroupedQueryAttention
+from archlab.ffn.swiglu import SwiGLU
+from archlab.interop.families.common import DECODER, GQA, PLAIN_HEADS, SWIGLU, UNREAD, gqa_weights, swiglu_weights
+from archlab.interop.family import Family
+from archlab.interop.settings import fixed, only
+
+LLAMA = Family(
+    "llama",
+    settings=(
+        *DECODER,
+        *GQA,
+        *PLAIN_HEADS,
+        *SWIGLU,
+        only("attn", "gqa"),
+        only("gqa.window", None),
+        fixed("attention_bias", False),
+        fixed("mlp_bias", False),
+    ),
+    weights={GroupedQueryAttention: gqa_weights, SwiGLU: swiglu_weights},
+    unread=(*UNREAD, "pretraining_tp"),
+)

@@ -1,0 +1,130 @@
+"""To and from the models of Transformers, which is imported only here and only when asked for.
+
+A model that goes there computes the same function; weights keep their every bit. What stays behind belongs to training:
+initialisation, the coefficients of auxiliary losses, and the experts' load within an unfinished step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from archlab.errors import UsageError
+from archlab.interop import settings, weights
+from archlab.interop.families import FAMILIES
+from archlab.interop.family import Family
+from archlab.model import LM, build_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+"""A vocabulary of archlab's has none, and a family's default would name some token of it."""
+
+
+def from_hf(model: PreTrainedModel) -> LM:
+    """A copy of a causal language model of Transformers, in the precision of its weights and in its mode.
+
+    Errors: UsageError for a family that archlab does not know, or naming a setting that archlab cannot express.
+    """
+    family, flat = _family_of(model.config)
+    cfg = OmegaConf.create(settings.configuration(flat, family.kinds))
+    with torch.random.fork_rng(devices=[]):
+        lm = build_model(cfg, flat["model.vocab_size"])
+    _fill(lm, weights.to_ours(family.rules(lm, _settings(model.config)), tensors(model)))
+    return lm.to(model.device).train(model.training)
+
+
+def to_hf(lm: LM) -> PreTrainedModel:
+    """A copy of the model as the first family of Transformers that can express it, in its precision and in its mode.
+
+    Errors: UsageError naming the setting that each family of this attention and FFN cannot express.
+    """
+    flat = settings.describe(lm)
+    refusals = []
+    for family in _candidates(flat):
+        try:
+            model = _build(family.model_type, family.to_theirs(flat))
+        except UsageError as error:
+            refusals.append(str(error))
+            continue
+        _fill(model, weights.to_theirs(family.rules(lm, _settings(model.config)), tensors(lm)))
+        model.config.dtype = lm.embed.weight.dtype
+        return model.to(lm.embed.weight.device).train(lm.training)
+    raise UsageError("; ".join(refusals))
+
+
+def configuration(config: PreTrainedConfig) -> dict[str, Any]:
+    """The nodes `model`, `attn` and `ffn` of a run's configuration for a model of these settings.
+
+    Errors: as of `from_hf`.
+    """
+    family, flat = _family_of(config)
+    return settings.configuration(flat, family.kinds)
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, a shared weight under its first name; without the load counted within
+    a training step."""
+    saved = {name for name in model.state_dict() if not name.endswith(".load.current")}
+    return dict(model.named_parameters()) | {name: t for name, t in model.named_buffers() if name in saved}
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """Those of the family, without those that every configuration of the library has."""
+    every = _transformers().PreTrainedConfig().to_dict().keys()
+    return {name: value for name, value in config.to_dict().items() if name not in every}
+
+
+def _family_of(config: PreTrainedConfig) -> tuple[Family, settings.Flat]:
+    """The family of that type, and its settings in our words."""
+    for family in FAMILIES:
+        if family.model_type == config.model_type:
+            return family, family.to_ours(_settings(config))
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise UsageError(f"archlab does not know the model type {config.model_type!r} of Transformers; known: {known}")
+
+
+def _candidates(flat: settings.Flat) -> list[Family]:
+    """The families that have the model's plugins."""
+    wanted = {slot: _names(flat[slot]) for slot in ("attn", "ffn")}
+    found = [family for family in FAMILIES if family.kinds.keys() >= wanted["attn"] | wanted["ffn"]]
+    if not found:
+        stack = " and ".join(f"{slot}={'+'.join(sorted(names))}" for slot, names in wanted.items())
+        raise UsageError(f"archlab knows no family of Transformers with {stack}")
+    return found
+
+
+def _names(plugins: str | settings.PerLayer) -> set[str]:
+    return set(plugins) if isinstance(plugins, settings.PerLayer) else {plugins}
+
+
+def _build(model_type: str, config: dict[str, Any]) -> PreTrainedModel:
+    """A model of that family. Errors: UsageError where the family itself refuses the sizes."""
+    transformers = _transformers()
+    try:
+        built = transformers.AutoConfig.for_model(model_type, **config, **NO_SPECIAL_TOKENS)
+    except Exception as error:  # of several kinds, after the library's checker of sizes
+        raise UsageError(f"{model_type} refuses these sizes: {' '.join(str(error).split())}") from error
+    with torch.random.fork_rng(devices=[]):
+        return transformers.AutoModelForCausalLM.from_config(built)
+
+
+def _fill(model: nn.Module, new: dict[str, Tensor]) -> None:
+    """Put tensors in the place of the model's own, in whatever precision they have."""
+    own = tensors(model)
+    if unmatched := own.keys() ^ new.keys():
+        raise ValueError(f"no counterpart of the weights {', '.join(sorted(unmatched))}")
+    for name, tensor in own.items():
+        tensor.data = new[name]
+
+
+def _transformers():
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError("Transformers is not installed: pip install 'archlab[hf]'") from error
+    return transformers

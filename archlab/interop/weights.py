@@ -1,0 +1,86 @@
+"""Weights of archlab as weights of another library.
+
+Each rule moves elements and computes nothing: a weight that goes there and back is the same to the bit, and gradients,
+moments and whatever else has a weight's shape go the same way.
+
+Shapes: h query heads, g KV heads, c head width, d model width, e experts, f expert width.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of archlab and what holds its elements elsewhere.
+
+    Attributes:
+        split, join: ours -> theirs, and back.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    split: Callable[[Tensor], Sequence[Tensor]]
+    join: Callable[[Sequence[Tensor]], Tensor]
+
+    def within(self, ours: str, theirs: str) -> "Weight":
+        """The same below these prefixes."""
+        return Weight(ours + self.ours, tuple(theirs + name for name in self.theirs), self.split, self.join)
+
+
+def same(ours: str, theirs: str) -> Weight:
+    """One tensor under two names."""
+    return Weight(ours, (theirs,), lambda tensor: [tensor], lambda tensors: tensors[0])
+
+
+def transposed(ours: str, theirs: str) -> Weight:
+    """One tensor whose last two axes stand the other way round."""
+    return Weight(ours, (theirs,), lambda tensor: [tensor.mT], lambda tensors: tensors[0].mT)
+
+
+def rows(ours: str, theirs: Mapping[str, int], order: Tensor | None = None) -> Weight:
+    """A tensor that is several, of so many rows each, one below the other. `order`: row i of theirs, all taken
+    together, is our row order[i]; None means the same order."""
+    inverse = None if order is None else order.argsort()
+
+    def split(tensor: Tensor) -> Sequence[Tensor]:
+        return _taken(tensor, order).split(list(theirs.values()))
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        return _taken(torch.cat(list(tensors)), inverse)
+
+    return Weight(ours, tuple(theirs), split, join)
+
+
+def _taken(tensor: Tensor, order: Tensor | None) -> Tensor:
+    return tensor if order is None else tensor[order.to(tensor.device)]
+
+
+def halves(n_heads: int, head_dim: int, n_rot: int) -> Tensor:
+    """Which of our rows is each row of heads whose channels i and i + n_rot/2 rotate together: here 2i and 2i+1 do."""
+    channels = torch.arange(head_dim)
+    rotary = torch.cat([channels[0:n_rot:2], channels[1:n_rot:2], channels[n_rot:]])
+    return (torch.arange(n_heads)[:, None] * head_dim + rotary).flatten()
+
+
+def to_theirs(rules: Iterable[Weight], tensors: Tensors) -> dict[str, Tensor]:
+    """Copies of our tensors under their names."""
+    return {
+        name: _copy(part)
+        for rule in rules
+        for name, part in zip(rule.theirs, rule.split(tensors[rule.ours]), strict=True)
+    }
+
+
+def to_ours(rules: Iterable[Weight], tensors: Tensors) -> dict[str, Tensor]:
+    """Copies of their tensors under our names."""
+    return {rule.ours: _copy(rule.join([tensors[name] for name in rule.theirs])) for rule in rules}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
