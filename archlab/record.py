@@ -50,7 +50,7 @@ def claim(run_dir: Path, cfg: DictConfig, *, resume: bool, anew: bool = False) -
         return None
     earlier = OmegaConf.load(run_dir / CONFIG)
     if config_hash(earlier) != config_hash(cfg):
-        raise UsageError(f"{run_dir} holds a run of another configuration: repeat its command with train.resume=true")
+        raise UsageError(f"{run_dir} holds a run of another configuration: {differences(earlier, cfg)}")
     return read(run_dir / RESULT) if (run_dir / RESULT).exists() else None
 
 
@@ -66,6 +66,20 @@ def config_hash(cfg: DictConfig, *, with_seed: bool = True) -> str:
         deciding[group] = {k: v for k, v in deciding[group].items() if k not in keys}
     deciding |= {"dtype": cfg.dtype} | ({"seed": cfg.seed} if with_seed else {})
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(earlier: DictConfig, now: DictConfig) -> str:
+    """Every key whose value differs, with both values, in one line."""
+    before, after = (_flat(OmegaConf.to_container(cfg, resolve=True)) for cfg in (earlier, now))
+    keys = [key for key in sorted(before | after) if before.get(key) != after.get(key) and key != "train.resume"]
+    return ", ".join(f"{key}={before.get(key)}, now {after.get(key)}" for key in keys)
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    """The values of nested dicts by dotted key."""
+    if not isinstance(node, dict):
+        return {path: node}
+    return {k: v for name, child in node.items() for k, v in _flat(child, f"{path}.{name}".lstrip(".")).items()}
 
 
 def identity(cfg: DictConfig, choices: Mapping[str, str], overrides: Sequence[str]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from archlab.mixer import Aux
 from archlab.model import LM
 from archlab.optim import build_optimizer, learning_rate
 from archlab.precision import autocast, weight_dtype, widest_dtype
+from archlab.record import differences
 from archlab.train_settings import TrainSettings
 
 try:
@@ -258,7 +259,7 @@ class Trainer:
         now = self._meta()
         for key, what in COMPARED.items():
             if saved.meta[key] != now[key]:
-                differing = _differing_keys(saved.meta["config"], now["config"])
+                differing = differences(*(OmegaConf.create(meta["config"]) for meta in (saved.meta, now)))
                 raise UsageError(
                     f"{self.path} is of {what}{f' ({differing})' if differing else ''}: "
                     "go on with the settings that it was made with, or start a run in another folder"
@@ -307,22 +308,6 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _differing_keys(old: str, new: str) -> str:
-    """The dotted keys whose values differ between two yaml texts, with both values."""
-    sides = [dict(_leaves(OmegaConf.to_container(OmegaConf.create(text)))) for text in (old, new)]
-    keys = [k for k in sorted(sides[0].keys() | sides[1].keys()) if k != "train.resume"]
-    values = {k: tuple(side.get(k) for side in sides) for k in keys}
-    return ", ".join(f"{k}={before}, now {now}" for k, (before, now) in values.items() if before != now)
-
-
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(node, dict):
-        yield path, node
-        return
-    for name, value in node.items():
-        yield from _leaves(value, f"{path}.{name}" if path else str(name))
 
 
 @contextmanager

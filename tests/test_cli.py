@@ -207,10 +207,9 @@ def test_an_error_inside_another_is_told_as_itself():
 
 
 def test_an_error_that_nobody_foresaw_says_where():
-    try:
+    with pytest.raises(ZeroDivisionError) as caught:
         raise ZeroDivisionError("by zero")
-    except ZeroDivisionError as error:
-        assert re.match(r"ZeroDivisionError: by zero \(at test_cli\.py:\d+; HYDRA_FULL_ERROR=1", sentence(error))
+    assert re.match(r"ZeroDivisionError: by zero \(at test_cli\.py:\d+; HYDRA_FULL_ERROR=1", sentence(caught.value))
 
 
 @pytest.mark.slow
