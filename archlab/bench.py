@@ -1,7 +1,8 @@
 """Prefill and decode latency of a model, beside the limit that this machine sets to a decode step.
 
-`python -m archlab.bench +attn=gqa` times an untrained model of a configuration; `+bench=mechanisms` measures what the
-formulation of each mechanism is worth.
+`python -m archlab.bench +attn=gqa` times an untrained model of a configuration, `python -m archlab.bench
++bench=mechanisms` measures what the formulation of each mechanism is worth. Any key can be set as for `python -m
+archlab`. Both print a table and one line of JSON, which `out=FILE` keeps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from archlab.machine import gemm_rate, read_bandwidth
 from archlab.mechanisms import Mechanisms
 from archlab.mixer import Cache
 from archlab.model import LM, build_model
-from archlab.plugins import load
 from archlab.precision import autocast, resolve_device, resolve_dtype, weight_dtype
 from archlab.timing import Effort, measure
 
@@ -60,10 +60,11 @@ class BenchSettings:
     decode: Effort = field(default_factory=Effort)
 
     def __post_init__(self):
-        sizes = {name: getattr(self, name) for name in ("batch", "prefill_chunk", "gate_length", "gate_batch")}
-        for name, value in sizes.items() | {("contexts", context) for context in self.contexts}:
-            if value < 1:
-                raise UsageError(f"bench.{name}={value}: give a whole number of at least 1")
+        if not isinstance(self.contexts, Sequence) or not all(isinstance(c, int) and c > 0 for c in self.contexts):
+            raise UsageError(f"bench.contexts={self.contexts}: give a list of whole numbers of at least 1")
+        for name in ("batch", "prefill_chunk", "gate_length", "gate_batch"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"bench.{name}={getattr(self, name)}: give a whole number of at least 1")
 
 
 @torch.inference_mode()
@@ -155,14 +156,22 @@ def _limit(model: LM, context: int, batch: int, dtype: torch.dtype) -> dict[str,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m archlab.bench [out=FILE] [+]bench=... [+]attn=... key=value`: returns the exit status."""
+    """Run one command line and return its exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     return guarded(lambda: _command(words))
 
 
 def _command(words: list[str]) -> None:
+    from archlab.cli import configuration  # which imports what imports this file
+
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return
     out = [Path(word.removeprefix("out=")) for word in words if word.startswith("out=")]
-    cfg = load(word.removeprefix("+") for word in words if not word.startswith("out="))
+    for path in out:
+        if path.exists() or not path.parent.is_dir():
+            raise UsageError(f"out={path}: name a new file in a folder that exists")
+    cfg = configuration([word for word in words if not word.startswith("out=")])
     device = resolve_device(cfg.device)
     bench = instantiate(cfg.bench, _convert_="all")
     result = bench.run(device) if isinstance(bench, Mechanisms) else _untrained(cfg, bench, device)
@@ -176,7 +185,7 @@ def _untrained(cfg: DictConfig, settings: BenchSettings, device: torch.device) -
     """Gate and latency of a model with random weights: time does not depend on what it has learned."""
     dtype = resolve_dtype(cfg.dtype, device)
     torch.manual_seed(cfg.seed)
-    model = build_model(cfg, VOCAB_SIZE, device=device).to(weight_dtype(dtype))
+    model = build_model(cfg, cfg.model.get("vocab_size") or VOCAB_SIZE, device=device).to(weight_dtype(dtype))
     proof = equivalence.gate(model, length=settings.gate_length, batch=settings.gate_batch, dtype=dtype)
     record = proof | latency(model, settings, dtype=dtype, gate=proof)
     table = Table("figure", "value")

@@ -118,8 +118,32 @@ def normalise(word: str, groups: Sequence[str]) -> str:
     return f"{match[2]}={match[3]}" if match[2] in groups else f"++{match[2]}={match[3]}"
 
 
+def configuration(words: Sequence[str]) -> DictConfig:
+    """The checked configuration of overrides alone, for a command beside the main job. Errors: UsageError."""
+    register()
+    groups, scalars = top_level()
+    overrides = [normalise(word, groups) for word in words]
+    args = argparse.Namespace(overrides=overrides, config_dir=None, config_name=None)
+    (cell,) = _compose_cells(args, False, groups, scalars)
+    return _without_hydra(cell)
+
+
 def _check(args: argparse.Namespace, multirun: bool, groups: list[str], scalars: dict[str, Any]) -> list[DictConfig]:
-    """The configuration of every cell, Hydra's own in it, once each is composed and checked."""
+    """The configuration of every cell, Hydra's own in it, once each can be run."""
+    cells = _compose_cells(args, multirun, groups, scalars)
+    for cell in cells:
+        resolve(_without_hydra(cell))
+    return cells
+
+
+def _without_hydra(cell: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(cell, [key for key in cell if key != "hydra"])
+
+
+def _compose_cells(
+    args: argparse.Namespace, multirun: bool, groups: list[str], scalars: dict[str, Any]
+) -> list[DictConfig]:
+    """The same, once each is composed and its keys and values are checked."""
     for word in args.overrides:
         if "=" not in word and not word.startswith("~"):
             raise UsageError(f"{word!r} is not of the form key=value (python -m archlab --help shows what to type)")
@@ -131,9 +155,7 @@ def _check(args: argparse.Namespace, multirun: bool, groups: list[str], scalars:
         found = [f"hydra.searchpath=[file://{os.path.abspath(args.config_dir)}]"] if args.config_dir else []
         cells = [_compose(args.config_name or "config", [*found, *cell]) for cell in _cells(overrides)]
     for cell in cells:
-        cfg = OmegaConf.masked_copy(cell, [key for key in cell if key != "hydra"])
-        check_config(cfg, scalars, [group for group in groups if group not in PRESETS])
-        resolve(cfg)
+        check_config(_without_hydra(cell), scalars, [group for group in groups if group not in PRESETS])
     return cells
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -266,9 +267,12 @@ def test_the_limit_is_the_slower_of_reading_and_computing(clock, monkeypatch, fl
 
 
 def test_settings_refuse_what_cannot_be():
-    for bad in ({"batch": 0}, {"contexts": [8, 0]}, {"prefill_chunk": 0}, {"gate_length": 0}):
-        with pytest.raises(UsageError, match=f"bench.{next(iter(bad))}=0"):
-            settings(**bad)
+    for name in ("batch", "prefill_chunk", "gate_length", "gate_batch"):
+        with pytest.raises(UsageError, match=f"bench.{name}=0: give a whole number"):
+            settings(**{name: 0})
+    for contexts in ([8, 0], ["x"], 8):
+        with pytest.raises(UsageError, match=r"bench.contexts=.*: give a list of whole numbers"):
+            settings(contexts=contexts)
 
 
 def test_bandwidth_is_that_of_the_size_asked_for(monkeypatch):
@@ -304,13 +308,26 @@ def test_command_line(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv", [["bench=nothing"], ["bench.batch=0"], ["+attn=typo"], ["+bench=mechanisms", "bench.only=[latnt]"]]
+    ("argv", "sentence"),
+    [
+        (["bench=nothing"], "unknown bench 'nothing'; installed: default, full, mechanisms, smoke"),
+        (["bench.batch=0"], "bench.batch=0: give a whole number of at least 1"),
+        (["bench.contexts=3"], "bench.contexts=3: give a list of whole numbers of at least 1"),
+        (["+bench.bach=2"], "unknown key 'bench.bach'; did you mean 'bench.batch'?"),
+        (["+bench=mechanisms", "bench.only=[latnt]"], "bench.only: there is no case 'latnt'; did you mean 'latent'?"),
+        (["out=tests"], "out=tests: name a new file in a folder that exists"),
+        (["out=nowhere/x.json"], "out=nowhere/x.json: name a new file in a folder that exists"),
+    ],
 )
-def test_command_line_refuses_with_a_sentence(capsys, argv):
+def test_command_line_refuses_with_a_sentence(capsys, argv, sentence, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
     assert bench.main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert "Traceback" not in error
+    assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+def test_command_line_helps(capsys):
+    assert bench.main(["--help"]) == 0
+    assert "+bench=mechanisms" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", names("bench"))
