@@ -94,6 +94,7 @@ def test_a_command_leaves_the_process_as_it_was(archlab, monkeypatch):
     assert sys.argv == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_is_the_same_with_and_without_a_plus(archlab, group):
     name = names(group)[-1]
