@@ -132,6 +132,96 @@ FAULTS = [
         "attn/gqa.py", "kept = torch.arange(max(0, t - n), t, device=q.device)", "kept = torch.arange(max(0, t - n), t - 1, device=q.device)",
         "cached_equals_full", attn="swa",
     ),
+    Fault(
+        "decay applied after the error of the delta rule",
+        "nn/delta_rule.py", "v_i = torch.baddbmm(v_i, k_i, flat, alpha=-1) * beta_i", "v_i = torch.baddbmm(v_i, k_i, flat / decay.mT, alpha=-1) * beta_i",
+        "cached_equals_full", attn="kda",
+    ),
+    Fault(
+        "chunks begin without the state that came before",
+        "nn/delta_rule.py", "state.reshape(b * h, width, -1))", "0 * state.reshape(b * h, width, -1))",
+        "cached_equals_full", attn="gdn",
+    ),
+    Fault(
+        "the output reads the state before its update",
+        "nn/delta_rule.py", "outputs.append(torch.bmm(q_i, flat))", "outputs.append(torch.bmm(q_i, flat - k_i.mT @ v_i))",
+        "cached_equals_full", attn="deltanet",
+    ),
+    Fault(
+        "the history of the convolution is dropped",
+        "nn/conv.py", "history.copy_(seen[:, x.shape[1] :])", "history.zero_()",
+        "cached_equals_full", attn="kda",
+    ),
+    Fault(
+        "the convolution sees the next token",
+        "nn/conv.py", "(x, (0, 0, self.size - 1, 0))", "(x, (0, 0, self.size - 2, 1))",
+        "causality", attn="kda",
+    ),
+    Fault(
+        "decay as a ratio of exponentials, which overflows",
+        "nn/chunk_ops.py", "return *scores, *(x * since for x in rows), k * until, since[:, -1].clone()", "return *scores, *(x * since for x in rows), k * since[:, -1:] / since, since[:, -1].clone()",
+        "extremes", attn="kda",
+    ),
+    Fault(
+        "blocks of the future can be chosen",
+        "nn/select.py", "device=q.device) >= own, _LOWEST)", "device=q.device) > own + 1, _LOWEST)",
+        "causality", attn="msa",
+    ),
+    Fault(
+        "decoding attends to everything",
+        "attn/msa.py", "if self.dense or self._sees_all(k.shape[2]):", "if self.dense or state is not None or self._sees_all(k.shape[2]):",
+        "cached_equals_full", attn="msa",
+    ),
+    Fault(
+        "the divergence loss reaches the backbone",
+        "attn/msa.py", "self.project_index(x.detach(), pos)", "self.project_index(x, pos)",
+        "gradients", attn="msa",
+    ),
+    Fault(
+        "no loss for the index branch",
+        "attn/msa.py", "learns = self.training and state is None", "learns = False",
+        "gradients", attn="msa",
+    ),
+    Fault(
+        "index keys rotate as if from position 0",
+        "attn/msa.py", "rotate_(index, pos, n_rot", "rotate_(index, 0, n_rot",
+        "cached_equals_full", attn="msa",
+    ),
+    Fault(
+        "the balance loss detached from the router",
+        "ffn/moe.py", "balance_loss(logits.softmax(-1)[None], counts)", "balance_loss(logits.detach().softmax(-1)[None], counts)",
+        "auxiliary_losses", ffn="moe",
+    ),
+    Fault(
+        "auxiliary losses in evaluation too",
+        "ffn/moe.py", "chosen.flatten(0, 1)) if self.training else {}", "chosen.flatten(0, 1)) if True else {}",
+        "auxiliary_losses", ffn="moe",
+    ),
+    Fault(
+        "routing depends on the rest of the batch",
+        "ffn/moe_deepseek.py", "biased = scores.detach() + self.selection_bias", "biased = scores.detach() - scores.detach().mean((0, 1)) + self.selection_bias",
+        "rows_are_independent", ffn="moe_deepseek",
+    ),
+    Fault(
+        "the selection bias moves while decoding",
+        "ffn/moe_deepseek.py", "scores = self.score(self.router(x))", "scores = self.score(self.router(x))\n        self.selection_bias += 0.01",
+        "module_is_stateless", ffn="moe_deepseek",
+    ),
+    Fault(
+        "a bias step without new loads",
+        "ffn/moe_deepseek.py", "load = self.load.end_step()", "load = self.load.end_step() + self.selection_bias",
+        "after_step", ffn="moe_deepseek",
+    ),
+    Fault(
+        "bytes on record that no cache holds",
+        "account.py", "return model.init_cache(1, context, device=torch.device(\"meta\"), dtype=dtype).nbytes", "return 2 * model.init_cache(1, context, device=torch.device(\"meta\"), dtype=dtype).nbytes",
+        "weighed_bytes",
+    ),
+    Fault(
+        "more bytes read than there are",
+        "account.py", "return sum(mixer.read_bytes(context, dtype.itemsize) for mixer in _mixers(model))", "return 3 * sum(mixer.read_bytes(context, dtype.itemsize) for mixer in _mixers(model))",
+        "weighed_bytes", attn="kda",
+    ),
 ]  # fmt: skip
 
 
