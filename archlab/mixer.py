@@ -8,6 +8,7 @@ A plugin is one Python file (a `Mixer` for attention, an `FFN` for the feed-forw
 
 * The harness passes `d_model`, and `layer_idx` and `n_layers` to a constructor that names them; everything else comes
   from the yaml file. Parameters are explicit: with `**kwargs` a misspelt key would be silently ignored.
+* A module keeps its parameters under their names, defaults filled in: an export reads them there.
 * The linear layer that writes into the residual stream is called `out`: the depth-scaled initialisation finds it so.
 * Nothing that belongs to a sequence is stored on the module: it lives in the `State` that the caller passes.
 

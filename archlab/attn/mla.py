@@ -60,8 +60,12 @@ class MultiHeadLatentAttention(Mixer):
         norm_eps: float = 1e-6,
     ):
         super().__init__()
-        self.n_heads, self.dc = n_heads, kv_lora_rank
-        self.dn, self.dr, self.dv = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
+        self.n_heads, self.rope, self.norm_eps = n_heads, rope, norm_eps
+        self.kv_lora_rank = self.dc = kv_lora_rank
+        self.q_lora_rank = q_lora_rank
+        self.qk_nope_head_dim = self.dn = qk_nope_head_dim
+        self.qk_rope_head_dim = self.dr = qk_rope_head_dim
+        self.v_head_dim = self.dv = v_head_dim
         self.scale = (self.dn + self.dr) ** -0.5
         self.n_rot, self.rope_theta = qk_rope_head_dim if rope else 0, rope_theta
         _check_sizes(n_heads, kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, rope)

@@ -36,11 +36,11 @@ class MixtureOfExperts(FFN):
     ):
         super().__init__()
         check_experts(n_experts, top_k)
-        self.top_k, self.norm_topk_prob = top_k, norm_topk_prob
+        self.n_experts, self.top_k, self.norm_topk_prob = n_experts, top_k, norm_topk_prob
         self.balance_coef, self.z_coef = balance_coef, z_coef
         self.router = Router(d_model, n_experts)
-        d_expert = expert_width(d_model, top_k) if d_expert is None else d_expert
-        self.experts = Experts(d_model, d_expert=d_expert, n_experts=n_experts, top_k=top_k)
+        self.d_expert = expert_width(d_model, top_k) if d_expert is None else d_expert
+        self.experts = Experts(d_model, d_expert=self.d_expert, n_experts=n_experts, top_k=top_k)
         self.load = Load(n_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Aux]:

@@ -1,15 +1,17 @@
 """Mixture of experts of DeepSeek-V3 (arXiv:2412.19437): shared experts, sigmoid scores, and a selection bias where
-others have a large balance loss.
+others have a large balance loss. By settings also that of DeepSeek-V2 (arXiv:2405.04434), with softmax scores.
 
 Shapes: b batch, t tokens, d model width, e routed experts in g groups, k of them a token.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from archlab.errors import UsageError
 from archlab.ffn.moe import check_experts, expert_width
-from archlab.ffn.swiglu import SwiGLU
+from archlab.ffn.swiglu import SwiGLU, swiglu_width
 from archlab.mixer import FFN, Aux
 from archlab.nn.experts import Experts, Load, Router, balance_loss, expert_counts
 
@@ -17,9 +19,8 @@ from archlab.nn.experts import Experts, Load, Router, balance_loss, expert_count
 class DeepSeekMoE(FFN):
     """y = shared(x) + sum over k chosen experts of weight * SwiGLU_e(x).
 
-    Experts are chosen by score + bias, within the groups whose two best experts sum highest; weights are the scores
-    alone. After each step the bias of an expert with less than the mean load rises by `bias_rate`, of one with more it
-    falls.
+    Experts are chosen by score + bias, within the groups of highest score; weights are the scores alone. After each
+    step the bias of an expert with less than the mean load rises by `bias_rate`, of one with more it falls.
 
     Args:
         n_experts, top_k: routed experts, and how many of them a token runs through.
@@ -27,6 +28,8 @@ class DeepSeekMoE(FFN):
         d_expert: width of an expert; None shares out the width of the dense SwiGLU, so that active weights are as many.
         first_dense, d_ff: the first so many layers are a dense SwiGLU of width d_ff (None: 8/3 d_model).
         n_groups, top_k_groups: groups of experts, and how many of them a token's experts may come from.
+        scoring: scores are the sigmoid of the logits (DeepSeek-V3), or their softmax (DeepSeek-V2).
+        group_score: a group is worth the sum of its two best experts (DeepSeek-V3), or its best one (DeepSeek-V2).
         norm_topk_prob: divide the weights by their sum.
         routed_scaling: factor of the weights: the sum of k experts is smaller than one expert's output.
         bias_rate: step of the selection bias.
@@ -46,6 +49,8 @@ class DeepSeekMoE(FFN):
         d_ff: int | None = None,
         n_groups: int = 1,
         top_k_groups: int = 1,
+        scoring: Literal["sigmoid", "softmax"] = "sigmoid",
+        group_score: Literal["top2", "max"] = "top2",
         norm_topk_prob: bool = True,
         routed_scaling: float = 1.0,
         bias_rate: float = 0.001,
@@ -54,29 +59,37 @@ class DeepSeekMoE(FFN):
         super().__init__()
         check_experts(n_experts, top_k)
         _check_groups(n_experts, top_k, n_groups, top_k_groups)
-        self.top_k, self.n_groups, self.top_k_groups = top_k, n_groups, top_k_groups
+        _check_names(scoring, group_score)
+        self.n_experts, self.top_k, self.n_shared = n_experts, top_k, n_shared
+        self.n_groups, self.top_k_groups = n_groups, top_k_groups
+        self.scoring, self.group_score = scoring, group_score
         self.norm_topk_prob, self.routed_scaling = norm_topk_prob, routed_scaling
         self.bias_rate, self.balance_coef = bias_rate, balance_coef
-        self.is_dense = layer_idx < first_dense
-        d_expert = expert_width(d_model, top_k + n_shared) if d_expert is None else d_expert
-        shared_width = d_ff if self.is_dense else n_shared * d_expert
+        self.first_dense, self.is_dense = first_dense, layer_idx < first_dense
+        self.d_ff = swiglu_width(d_model) if d_ff is None else d_ff
+        self.d_expert = expert_width(d_model, top_k + n_shared) if d_expert is None else d_expert
+        shared_width = self.d_ff if self.is_dense else n_shared * self.d_expert
         self.shared = SwiGLU(d_model, d_ff=shared_width) if self.is_dense or n_shared else None
         if self.is_dense:
             return
         self.router = Router(d_model, n_experts)
-        self.experts = Experts(d_model, d_expert=d_expert, n_experts=n_experts, top_k=top_k)
+        self.experts = Experts(d_model, d_expert=self.d_expert, n_experts=n_experts, top_k=top_k)
         self.load = Load(n_experts)
         self.register_buffer("selection_bias", torch.zeros(n_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Aux]:
         if self.is_dense:
             return self.shared(x)
-        scores = self.router(x).sigmoid()
+        scores = self.score(self.router(x))
         weights, chosen = self.choose(scores)
         y = self.experts(x, weights, chosen)
         if self.shared is not None:
             y = y + self.shared(x)[0]
         return y, self._losses(scores, chosen) if self.training else {}
+
+    def score(self, logits: Tensor) -> Tensor:
+        """logits (... e) -> scores (... e)."""
+        return logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """scores (... e) -> weights and experts (... k)."""
@@ -90,9 +103,10 @@ class DeepSeekMoE(FFN):
         return weights * self.routed_scaling, chosen
 
     def _mask_groups(self, biased: Tensor) -> Tensor:
-        """Minus infinity in all but the best groups: a group is worth the sum of its two best experts."""
+        """Minus infinity in all but the best groups."""
         grouped = biased.unflatten(-1, (self.n_groups, -1))
-        worth = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        n_best = min(2, grouped.shape[-1]) if self.group_score == "top2" else 1
+        worth = grouped.topk(n_best, dim=-1).values.sum(-1)
         best = worth.topk(self.top_k_groups, dim=-1).indices
         dropped = torch.ones_like(worth, dtype=torch.bool).scatter_(-1, best, False)
         return grouped.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
@@ -113,6 +127,13 @@ class DeepSeekMoE(FFN):
 
     def metrics(self) -> dict[str, float]:
         return {} if self.is_dense else self.load.metrics()
+
+
+def _check_names(scoring: str, group_score: str) -> None:
+    if scoring not in ("sigmoid", "softmax"):
+        raise UsageError(f"scoring={scoring!r}: give sigmoid or softmax")
+    if group_score not in ("top2", "max"):
+        raise UsageError(f"group_score={group_score!r}: give top2 or max")
 
 
 def _check_groups(n_experts: int, top_k: int, n_groups: int, top_k_groups: int) -> None:

@@ -6,6 +6,7 @@ initialisation, the coefficients of auxiliary losses, and the experts' load with
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from archlab.interop import settings, weights
 from archlab.interop.families import FAMILIES
 from archlab.interop.family import Family
 from archlab.model import LM, build_model
+from archlab.nn.experts import ExpertLinear, grouped_mm_takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -34,7 +36,7 @@ def from_hf(model: PreTrainedModel) -> LM:
     cfg = OmegaConf.create(settings.configuration(flat, family.kinds))
     with torch.random.fork_rng(devices=[]):
         lm = build_model(cfg, flat["model.vocab_size"])
-    _fill(lm, weights.to_ours(family.rules(lm, _settings(model.config)), tensors(model)))
+    _fill(lm, weights.to_ours(rules(lm, model.config), tensors(model)))
     return lm.to(model.device).train(model.training)
 
 
@@ -47,12 +49,13 @@ def to_hf(lm: LM) -> PreTrainedModel:
     refusals = []
     for family in _candidates(flat):
         try:
-            model = _build(family.model_type, family.to_theirs(flat))
+            model = _build(family.model_type, family.to_theirs(flat), lm.embed.weight.dtype)
         except UsageError as error:
             refusals.append(str(error))
             continue
-        _fill(model, weights.to_theirs(family.rules(lm, _settings(model.config)), tensors(lm)))
-        model.config.dtype = lm.embed.weight.dtype
+        _fill(model, weights.to_theirs(rules(lm, model.config), tensors(lm)))
+        if not all(grouped_mm_takes(m.weight) for m in lm.modules() if isinstance(m, ExpertLinear)):
+            model.set_experts_implementation("eager")  # the default would refuse the weights
         return model.to(lm.embed.weight.device).train(lm.training)
     raise UsageError("; ".join(refusals))
 
@@ -66,11 +69,20 @@ def configuration(config: PreTrainedConfig) -> dict[str, Any]:
     return settings.configuration(flat, family.kinds)
 
 
+def rules(lm: LM, config: PreTrainedConfig) -> list[weights.Weight]:
+    """How the weights of a model, their gradients and moments are laid out in a Transformers model of these settings.
+
+    Errors: as of `from_hf`.
+    """
+    return _family_of(config)[0].rules(lm, _settings(config))
+
+
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, a shared weight under its first name; without the load counted within
-    a training step."""
+    """Parameters and persistent buffers by name, a shared weight under its first name; without empty ones, and without
+    the load counted within a training step."""
     saved = {name for name in model.state_dict() if not name.endswith(".load.current")}
-    return dict(model.named_parameters()) | {name: t for name, t in model.named_buffers() if name in saved}
+    named = dict(model.named_parameters()) | {name: t for name, t in model.named_buffers() if name in saved}
+    return {name: tensor for name, tensor in named.items() if tensor.numel()}
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
@@ -80,12 +92,15 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _family_of(config: PreTrainedConfig) -> tuple[Family, settings.Flat]:
-    """The family of that type, and its settings in our words."""
-    for family in FAMILIES:
-        if family.model_type == config.model_type:
+    """The first family of that type that archlab can express, and its settings in our words."""
+    families = [family for family in FAMILIES if family.model_type == config.model_type]
+    if not families:
+        known = ", ".join(dict.fromkeys(family.model_type for family in FAMILIES))
+        raise UsageError(f"archlab does not know the model type {config.model_type!r} of Transformers; known: {known}")
+    for family in families:
+        with suppress(UsageError):
             return family, family.to_ours(_settings(config))
-    known = ", ".join(family.model_type for family in FAMILIES)
-    raise UsageError(f"archlab does not know the model type {config.model_type!r} of Transformers; known: {known}")
+    return families[-1], families[-1].to_ours(_settings(config))
 
 
 def _candidates(flat: settings.Flat) -> list[Family]:
@@ -102,7 +117,7 @@ def _names(plugins: str | settings.PerLayer) -> set[str]:
     return set(plugins) if isinstance(plugins, settings.PerLayer) else {plugins}
 
 
-def _build(model_type: str, config: dict[str, Any]) -> PreTrainedModel:
+def _build(model_type: str, config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     """A model of that family. Errors: UsageError where the family itself refuses the sizes."""
     transformers = _transformers()
     try:
@@ -110,7 +125,7 @@ def _build(model_type: str, config: dict[str, Any]) -> PreTrainedModel:
     except Exception as error:  # of several kinds, after the library's checker of sizes
         raise UsageError(f"{model_type} refuses these sizes: {' '.join(str(error).split())}") from error
     with torch.random.fork_rng(devices=[]):
-        return transformers.AutoModelForCausalLM.from_config(built)
+        return transformers.AutoModelForCausalLM.from_config(built, dtype=dtype)
 
 
 def _fill(model: nn.Module, new: dict[str, Tensor]) -> None:

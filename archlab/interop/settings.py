@@ -84,10 +84,10 @@ def describe(lm: LM) -> Flat:
         "model.dropout": lm.dropout.p if lm.training else 0.0,  # in evaluation it does nothing
     }
     for slot, plugins in (("attn", [b.mixer for b in lm.blocks]), ("ffn", [b.ffn for b in lm.blocks])):
-        flat[slot] = _collapse([plugin_name(type(p)) for p in plugins])
+        flat[slot] = collapse([plugin_name(type(p)) for p in plugins])
         for kind in dict.fromkeys(type(p) for p in plugins):
             layers = [plugin_settings(p) for p in plugins if type(p) is kind]
-            flat |= {f"{plugin_name(kind)}.{name}": _collapse([one[name] for one in layers]) for name in layers[0]}
+            flat |= {f"{plugin_name(kind)}.{name}": collapse([one[name] for one in layers]) for name in layers[0]}
     return flat
 
 
@@ -100,9 +100,14 @@ def plugin_settings(plugin: Plugin) -> dict[str, Any]:
     return {name: getattr(plugin, name) for name in names}
 
 
-def _collapse(values: Sequence[Any]) -> Any:
-    """The value that all share, or all of them."""
+def collapse(values: Sequence[Any]) -> Any:
+    """The value that all layers share, or all of them."""
     return values[0] if all(value == values[0] for value in values) else PerLayer(values)
+
+
+def expand(value: Any, n_layers: int) -> Sequence[Any]:
+    """The value of every layer."""
+    return value if isinstance(value, PerLayer) else [value] * n_layers
 
 
 def configuration(flat: Flat, kinds: Mapping[str, type]) -> dict[str, Any]:
@@ -116,7 +121,7 @@ def configuration(flat: Flat, kinds: Mapping[str, type]) -> dict[str, Any]:
 
 def _layers(flat: Flat, slot: str, n_layers: int, kinds: Mapping[str, type]) -> list[dict[str, Any]]:
     """The configuration of every layer's plugin."""
-    names = flat[slot] if isinstance(flat[slot], PerLayer) else [flat[slot]] * n_layers
+    names = expand(flat[slot], n_layers)
     nodes, seen = [], dict.fromkeys(names, 0)
     for name in names:
         settings = {key.removeprefix(f"{name}."): v for key, v in flat.items() if key.startswith(f"{name}.")}

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from archlab.errors import UsageError
+
 Tensors = Mapping[str, Tensor]
 
 
@@ -55,6 +57,17 @@ def rows(ours: str, theirs: Mapping[str, int], order: Tensor | None = None) -> W
         return _taken(torch.cat(list(tensors)), inverse)
 
     return Weight(ours, tuple(theirs), split, join)
+
+
+def zeros(ours: str, *shape: int) -> Weight:
+    """A tensor that the other library does not have: nothing but zeros, or a UsageError."""
+
+    def split(tensor: Tensor) -> Sequence[Tensor]:
+        if tensor.any():
+            raise UsageError(f"{ours} is not zero, which Transformers has no place for")
+        return []
+
+    return Weight(ours, (), split, lambda tensors: torch.zeros(shape))
 
 
 def _taken(tensor: Tensor, order: Tensor | None) -> Tensor:

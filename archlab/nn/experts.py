@@ -46,7 +46,7 @@ class ExpertLinear(nn.Module):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x (p in), rows sorted by expert; ends (e,) int32, the row after each expert's last -> (p out)."""
         weight = self.weight.to(x.dtype)
-        if _grouped_mm_takes(weight):
+        if grouped_mm_takes(weight):
             return grouped_mm(x, weight, offs=ends)
         counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
         # Not weight[i]: its backward would make a gradient of the full size for each expert.
@@ -61,7 +61,8 @@ class ExpertLinear(nn.Module):
         return torch.bmm(x[:, None], self.weight.index_select(0, experts).to(x.dtype))[:, 0]
 
 
-def _grouped_mm_takes(weight: Tensor) -> bool:
+def grouped_mm_takes(weight: Tensor) -> bool:
+    """Whether torch's grouped product takes experts' weights (e in out) of that type and of those widths."""
     aligned = all(width * weight.element_size() % 16 == 0 for width in weight.shape[1:])
     return aligned and weight.dtype != torch.float64 and weight.device.type in ("cpu", "cuda")
 

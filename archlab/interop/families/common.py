@@ -1,4 +1,4 @@
-"""What many families share: the decoder around the plugins, grouped-query attention, the dense network."""
+"""What many families share: the decoder around the plugins, grouped-query attention, the dense network, experts."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,13 +7,15 @@ import torch
 
 from archlab.attn.gqa import GroupedQueryAttention
 from archlab.errors import UsageError
+from archlab.ffn.moe import MixtureOfExperts
 from archlab.ffn.swiglu import SwiGLU
 from archlab.interop.settings import Setting, fixed, only, same
-from archlab.interop.weights import Weight, halves, rows
+from archlab.interop.weights import Weight, halves, rows, transposed
 from archlab.interop.weights import same as same_weight
 
 DECODER = (
     same("vocab_size", "model.vocab_size"),
+    same("hidden_size", "model.d_model"),
     same("num_hidden_layers", "model.n_layers"),
     same("rms_norm_eps", "model.norm_eps"),
     same("tie_word_embeddings", "model.tied"),
@@ -24,12 +26,12 @@ DECODER = (
     fixed("attention_dropout", 0.0),
 )
 UNREAD = (
-    "initializer_range",
-    "max_position_embeddings",
-    "use_cache",
-    "pad_token_id",
     "bos_token_id",
     "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "pad_token_id",
+    "use_cache",
 )
 
 
@@ -40,21 +42,21 @@ def _read_heads(d_model: int, n_heads: int, head_dim: int | None) -> tuple:
 
 def _write_heads(d_model: int, n_heads: int, head_dim: int, rope_dim: int) -> tuple:
     if rope_dim != head_dim:
-        raise UsageError(f"gqa.rope_dim={rope_dim} (all head_dim={head_dim} channels of a head rotate there)")
+        raise UsageError(f"gqa.rope_dim={rope_dim} (all {head_dim} channels of a head rotate)")
     return d_model, n_heads, head_dim
 
 
-def read_theta(parameters: Mapping[str, Any]) -> tuple:
-    """The rotation's base, where that is all there is to say of it."""
+def _read_rope(parameters: Mapping[str, Any]) -> tuple:
     for name, value in parameters.items():
         if name != "rope_theta" and (name, value) != ("rope_type", "default"):
-            raise UsageError(f"rope_parameters.{name}={value!r} (it has only the plain rotation, rope_type='default')")
+            raise UsageError(f"rope_parameters.{name}={value!r} (it has only rope_type='default' and a rope_theta)")
     return (parameters["rope_theta"],)
 
 
-def rope_theta(ours: str) -> Setting:
+def rope(theta: str) -> Setting:
+    """A rotation that is described by its base alone, which archlab calls `theta`."""
     return Setting(
-        ("rope_parameters",), (ours,), read_theta, lambda theta: ({"rope_type": "default", "rope_theta": theta},)
+        ("rope_parameters",), (theta,), _read_rope, lambda value: ({"rope_type": "default", "rope_theta": value},)
     )
 
 
@@ -66,12 +68,39 @@ GQA = (
         _write_heads,
     ),
     same("num_key_value_heads", "gqa.n_kv_heads"),
-    rope_theta("gqa.rope_theta"),
+    rope("gqa.rope_theta"),
+    only("attn", "gqa"),
 )
-PLAIN_HEADS = (only("gqa.qk_norm", False), Setting((), ("gqa.norm_eps",), lambda: (1e-5,), lambda eps: ()))
-"""No norm over queries and keys, so its epsilon says nothing."""
 
-SWIGLU = (only("ffn", "swiglu"), same("intermediate_size", "swiglu.d_ff"))
+
+def _write_norm_eps(model_eps: float, qk_eps: float) -> tuple:
+    if model_eps != qk_eps:
+        raise UsageError(
+            f"gqa.norm_eps={qk_eps!r} (it has one epsilon for all norms, here model.norm_eps={model_eps!r})"
+        )
+    return (model_eps,)
+
+
+QK_NORM = (
+    only("gqa.qk_norm", True),
+    Setting(("rms_norm_eps",), ("model.norm_eps", "gqa.norm_eps"), lambda eps: (eps, eps), _write_norm_eps),
+)
+NO_QK_NORM = (
+    only("gqa.qk_norm", False),
+    # An epsilon of norms that are not there.
+    Setting(("rms_norm_eps",), ("model.norm_eps", "gqa.norm_eps"), lambda eps: (eps, eps), lambda eps, _: (eps,)),
+)
+
+SWIGLU = (same("intermediate_size", "swiglu.d_ff"),)
+
+MOE = (
+    same("num_local_experts", "moe.n_experts"),
+    same("num_experts_per_tok", "moe.top_k"),
+    fixed("output_router_logits", False),
+)
+MOE_UNREAD = ("router_aux_loss_coef",)
+"""Without `output_router_logits` it has no balance loss; what it would have is not that of archlab."""
+MOE_TRAINING = {"moe.balance_coef": 0.0, "moe.z_coef": 0.0}
 
 
 def gqa_weights(mixer: GroupedQueryAttention, config: Mapping[str, Any]) -> Iterable[Weight]:
@@ -95,3 +124,14 @@ def dense_weights(ffn: SwiGLU, ours: str, theirs: str) -> Iterable[Weight]:
     """A dense network below these prefixes."""
     yield rows(f"{ours}gate_up.weight", {f"{theirs}{name}_proj.weight": ffn.d_ff for name in ("gate", "up")})
     yield same_weight(f"{ours}out.weight", f"{theirs}down_proj.weight")
+
+
+def moe_weights(ffn: MixtureOfExperts, config: Mapping[str, Any]) -> Iterable[Weight]:
+    return expert_weights()
+
+
+def expert_weights() -> Iterable[Weight]:
+    """A router and its experts."""
+    yield same_weight("router.weight", "mlp.gate.weight")
+    yield transposed("experts.gate_up.weight", "mlp.experts.gate_up_proj")
+    yield transposed("experts.out.weight", "mlp.experts.down_proj")

@@ -1,8 +1,8 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971): grouped-query attention and SwiGLU."""
+"""Llama (arXiv:2302.13971): grouped-query attention and SwiGLU."""
 
 from archlab.attn.gqa import GroupedQueryAttention
 from archlab.ffn.swiglu import SwiGLU
-from archlab.interop.families.common import DECODER, GQA, PLAIN_HEADS, SWIGLU, UNREAD, gqa_weights, swiglu_weights
+from archlab.interop.families.common import DECODER, GQA, NO_QK_NORM, SWIGLU, UNREAD, gqa_weights, swiglu_weights
 from archlab.interop.family import Family
 from archlab.interop.settings import fixed, only
 
@@ -11,10 +11,10 @@ LLAMA = Family(
     settings=(
         *DECODER,
         *GQA,
-        *PLAIN_HEADS,
+        *NO_QK_NORM,
         *SWIGLU,
-        only("attn", "gqa"),
         only("gqa.window", None),
+        only("ffn", "swiglu"),
         fixed("attention_bias", False),
         fixed("mlp_bias", False),
     ),
