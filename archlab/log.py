@@ -110,7 +110,7 @@ class WandbLog(JsonlLog):
         super().__init__(run_dir)
         if mode not in ("offline", "online"):
             raise UsageError(f"log.mode={mode}: give offline or online")
-        self.run, self.unsent, self.exit_code = None, [], 0
+        self.run, self.unsent, self.exit_code, self.offline = None, [], 0, mode == "offline"
         self._attempt("the run", lambda: self._start(labels, mode, project, entity))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -126,6 +126,9 @@ class WandbLog(JsonlLog):
         super().close()
         if self.run is not None:
             self._attempt("the end of the run", lambda: self.run.finish(exit_code=self.exit_code))
+            if self.offline:
+                here = self.path.parent / "wandb" / "offline-run-*"
+                print(f"W&B: offline, so nothing was sent; wandb sync {here} does", file=sys.stderr)
         if self.unsent:
             print(f"W&B: not sent: {_shortened(self.unsent)}. The run's folder has it all", file=sys.stderr)
 
