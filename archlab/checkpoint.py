@@ -7,6 +7,7 @@ trainer passes as `meta`, and the states of Python's and NumPy's generators.
 import json
 import os
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,10 +153,14 @@ def _numpy_rng() -> dict[str, Any]:
 
 
 def _replace(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write beside `path`, flush to the disk, then rename over it."""
-    draft = path.with_name(f".{path.name}.draft")
+    """Write in a folder beside `path`, flush to the disk, then rename over it."""
+    folder = path.with_name(f".{path.name}.draft")
+    draft = folder / path.name
     try:
+        shutil.rmtree(folder, ignore_errors=True)  # a kill may have left one
+        folder.mkdir()
         save_file(tensors, draft, metadata=metadata)
+        draft.chmod(folder.stat().st_mode & 0o666)  # safetensors lets none but the owner read
         _flush(draft)
         os.replace(draft, path)
         if os.name == "posix":
@@ -165,7 +170,7 @@ def _replace(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -
         reason = f"no space left for {n_bytes} bytes; free some" if is_full_disk(error) else f"{error}; check the disk"
         raise ArchlabError(f"the checkpoint {path} cannot be written: {reason}. What was there is kept") from error
     finally:
-        draft.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

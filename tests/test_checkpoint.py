@@ -261,6 +261,12 @@ def test_an_error_at_any_stage_leaves_the_checkpoint_before(tmp_path, monkeypatc
     assert os.listdir(tmp_path) == [FILE_NAME]
 
 
+def test_a_checkpoint_is_as_readable_as_other_files(tmp_path):
+    make_trainer(tmp_path).start()
+    (tmp_path / "other").touch()
+    assert (tmp_path / FILE_NAME).stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_a_file_is_flushed_before_it_takes_the_name(tmp_path, monkeypatch):
     order = []
     for name, call in {"fsync": os.fsync, "replace": os.replace}.items():
@@ -293,6 +299,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         saved = load(path)
         assert saved.meta["step"] in (steps.value, steps.value + 1)
         assert (saved.tensors["model/weight"] == saved.meta["step"]).all()
+    model = torch.nn.Linear(2, 2)
+    save(path, model, torch.optim.AdamW(model.parameters()), {})
+    assert os.listdir(tmp_path) == [FILE_NAME]  # what the kills left is gone
 
 
 @pytest.fixture
