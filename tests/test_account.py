@@ -250,11 +250,11 @@ def test_bytes_of_a_decode_step_by_hand():
     state = 2 * 2 * 2 * 4 * 50 * 4
     assert account.decode_read_bytes(dense, 50, torch.float32) == 4 * weights + state
     assert account.decode_read_bytes(dense, 50, torch.float32, batch=3) == 4 * weights + 3 * state
-    mixed = small(tied=False, ffn=partial(MixtureOfExperts, n_experts=4, top_k=1, d_expert=8))
+    mixed = small(tied=False, ffn=partial(MixtureOfExperts, n_experts=4, top_k=2, d_expert=8))
     one, two = (account.decode_read_bytes(mixed, 50, torch.bfloat16, batch=b) for b in (1, 2))
     assert one == 2 * account.parameters(mixed)["active_non_input_embedding"] + state // 2
-    # The second token chooses another expert in 3 of 4 cases.
-    assert two - one == 2 * round(0.75 * 2 * 3 * 16 * 8) + state // 2
+    # Each of the second token's two experts is another one in half of the cases.
+    assert two - one == 2 * (2 * 3 * 16 * 8) + state // 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

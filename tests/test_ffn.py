@@ -386,7 +386,13 @@ def test_bias_follows_the_sign_of_the_load():
     assert ffn.selection_bias.tolist() == [-0.5, 0, 0.5, 0.5]
     ffn.after_step(0.1)
     assert ffn.selection_bias.tolist() == [-0.5, 0, 0.5, 0.5]
-    assert ffn.metrics()["router_load_max_over_mean"] == pytest.approx(7 / 3)
+    assert ffn.metrics() == pytest.approx(
+        {
+            "router_load_max_over_mean": 7 / 3,
+            "router_dead_expert_share": 0,
+            "router_load_entropy_nats": -sum(n / 12 * math.log(n / 12) for n in (7, 3, 1, 1)),
+        }
+    )
 
 
 def test_load_is_that_of_the_whole_step_and_of_training_only():
