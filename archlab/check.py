@@ -23,7 +23,7 @@ def check_config(cfg: DictConfig, scalars: dict[str, Any], groups: Sequence[str]
 
     Args:
         cfg: a composed configuration.
-        scalars: the top-level keys beside the groups, each with a value of its type.
+        scalars: the top-level keys beside the groups, each with a value of its type: plain, or a mapping.
         groups: the config groups that a run needs.
     """
     for group in groups:
@@ -39,7 +39,7 @@ def check_config(cfg: DictConfig, scalars: dict[str, Any], groups: Sequence[str]
                 raise UsageError(f"{key} has no value: give {key}=...")
     for key, default in scalars.items():
         if type(cfg[key]) is not type(default):
-            raise UsageError(f"{key}={cfg[key]}: give {PLAIN[type(default)]}")
+            raise UsageError(f"{key}={cfg[key]}: give {PLAIN.get(type(default), 'a mapping')}")
     for group in groups:
         check_keys(group, cfg[group], reserved=RESERVED.get(group, ()))
 

@@ -285,6 +285,12 @@ def test_crossings_are_those_of_a_scan_over_all_contexts():
     assert n_found > 15
 
 
+@pytest.mark.parametrize("constant", [1000, 1024])
+def test_where_two_caches_are_equal_neither_is_the_smaller(constant):
+    assert crossings(fake(0, 2, None), fake(constant, 1, None)) == [constant + 1]
+    assert crossings(fake(0, 2, constant), fake(constant, 1, constant)) == []
+
+
 def test_names_are_spread_as_near_as_can_be():
     draw = random.Random(0)
     for _ in range(50):
@@ -358,7 +364,7 @@ REFUSED = {
     "attn: {n_heads: 7}": "not divisible by n_heads=7",
     "seed: many": "seed=many: give a whole number",
     "defaults:\n  - override /attn: gqaa": "unknown attn 'gqaa'; installed: ",
-    "published: 3": "published is 3: give a mapping",
+    "published: 3": "published=3: give a mapping",
     "published: {figurs: {}}": "did you mean 'figures'?",
     "published: {figures: [1]}": "published.figures is [1]: give a mapping",
     "published: {figures: {params/totl: 1B}}": "did you mean 'params/total'?",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from archlab.plugins import load
+from archlab.cli import configuration
 from archlab.zoo.models import LONGEST, PER_TOKEN, Model
 from archlab.zoo.published import BITS, Claim
 
@@ -34,7 +34,7 @@ class Comparison:
 def comparisons(model: Model) -> Iterator[Comparison]:
     """The model against each baseline that its configuration names."""
     for what, stated in model.published.against.items():
-        baseline = Model(load(stated.overrides), what)
+        baseline = Model(configuration(stated.overrides), what)
         baseline.name = what
         counted = _limit(model, baseline, stated.bits)
         claim = Claim("saving", stated.saving, counted, stated.explained) if stated.saving else None

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.overrides import TorchFunctionMode
@@ -13,11 +12,12 @@ from yaml import YAMLError
 
 from archlab import account
 from archlab.check import check_config
-from archlab.cli import top_level
+from archlab.cli import configuration, top_level
 from archlab.data import build_dataset
 from archlab.errors import UsageError
 from archlab.model import LM, build_model
 from archlab.plugins import GROUPS, load, names
+from archlab.run import quote
 from archlab.zoo.published import Published
 
 CONTEXTS = (1 << 13, 1 << 17, 1 << 20)
@@ -107,11 +107,10 @@ def read(path: Path) -> Model:
 
 def _configuration(path: Path) -> DictConfig:
     cfg = _load(path)
-    composed = all(OmegaConf.is_dict(cfg.get(group)) and "_target_" in cfg[group] for group in (*GROUPS, "model"))
-    cfg = cfg if composed else _compose(path)
+    if not all(OmegaConf.is_dict(cfg.get(group)) and "_target_" in cfg[group] for group in (*GROUPS, "model")):
+        return _compose(path)
     groups, scalars = top_level()
-    known = OmegaConf.create({key: value for key, value in cfg.items() if key != "published"})
-    check_config(known, {k: v for k, v in scalars.items() if k in known}, [g for g in groups if g in known])
+    check_config(cfg, {k: v for k, v in scalars.items() if k in cfg}, [group for group in groups if group in cfg])
     return cfg
 
 
@@ -128,14 +127,9 @@ def _load(path: Path) -> DictConfig:
 
 
 def _compose(path: Path) -> DictConfig:
-    """The file on top of the default configuration, as `conf/zoo` is: found by Hydra as the option of a group."""
+    """The file on top of the default configuration, as `conf/zoo` is: Hydra finds it as the option of a group."""
     with tempfile.TemporaryDirectory() as folder:
         option = Path(folder, "yours", "model.yaml")
         option.parent.mkdir()
         option.write_bytes(path.read_bytes())
-        try:
-            return load([f"hydra.searchpath=[file://{folder}]", "+yours@_global_=model"])
-        except MissingConfigException as error:
-            group, _, name = error.missing_cfg_file.rpartition("/")
-            installed = ", ".join(sorted(error.options or ()))
-            raise UsageError(f"unknown {group} {name!r}; installed: {installed}") from error
+        return configuration([f"hydra.searchpath=[{quote(f'file://{folder}')}]", "+yours@_global_=model"])
