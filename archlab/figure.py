@@ -29,6 +29,9 @@ MARKERS = "osD^vP*X<>"
 MOST_LABELS = 40
 """Up to so many points carry their names; more are told apart by a legend."""
 
+MOST_RINGS = 60
+"""So many distances from a point are tried for its name."""
+
 POINT_PT = 9
 """Room that a point takes, in points of 1/72 inch, as its name's distance is."""
 
@@ -172,7 +175,7 @@ def _point_box(ax: Axes, p: Point, width: float) -> Bbox:
 
 def _offsets(size: Bbox, step: float) -> Iterator[tuple[float, float]]:
     """From a point to the middle of its name: around it, ever further."""
-    for ring, turn in itertools.product(range(1, 25), range(16)):
+    for ring, turn in itertools.product(range(1, MOST_RINGS), range(16)):
         angle, gap = turn * math.pi / 8, step * (0.5 + 0.4 * ring)
         yield math.cos(angle) * (size.width / 2 + gap), math.sin(angle) * (size.height / 2 + gap)
 
