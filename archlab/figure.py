@@ -162,10 +162,11 @@ def label(ax: Axes, points: Sequence[Point], names: Mapping[str, str]) -> None:
             arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "0.5", "shrinkA": 0, "shrinkB": 4},
         )
         size = text.get_window_extent()
-        boxes = {offset: _box(x, y, offset, size) for offset in _offsets(size, POINT_PT * px)}
-        offset = next((o for o, box in boxes.items() if _free(box, taken, ax.bbox)), next(iter(boxes)))
+        tried = ((offset, _box(x, y, offset, size)) for offset in _offsets(size, POINT_PT * px))
+        # Where a picture is too full for a name, it lies on its point.
+        offset, box = next((pair for pair in tried if _free(pair[1], taken, ax.bbox)), ((0.0, 0.0), size))
         text.set_position((offset[0] / px, offset[1] / px))
-        taken.append(boxes[offset])
+        taken.append(box)
 
 
 def _point_box(ax: Axes, p: Point, width: float) -> Bbox:

@@ -213,7 +213,7 @@ def test_names_in_the_picture_cover_neither_each_other_nor_a_point(tmp_path, mon
                 attn,
                 ffn,
                 seed=s,
-                loss=2 + rng.gauss(0, 0.1),
+                loss=loss + rng.gauss(0, 0.01),
                 **caches,
                 **{"variant/hash": str(i), "config_hash": f"{i}-{s}"},
             )
