@@ -9,7 +9,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from archlab import bench, machine, mechanisms, timing
+from archlab import bench, equivalence, machine, mechanisms, timing
 from archlab.attn.gqa import GroupedQueryAttention
 from archlab.attn.mla import MultiHeadLatentAttention
 from archlab.bench import BenchSettings, latency
@@ -18,6 +18,7 @@ from archlab.ffn.swiglu import SwiGLU
 from archlab.mechanisms import Case, Mechanisms, Pair
 from archlab.model import LM
 from archlab.plugins import build_layer, factory, load, names
+from archlab.testing import LENGTH, Variant
 from archlab.timing import Effort, interleaved, measure, timed
 
 CPU = torch.device("cpu")
@@ -243,6 +244,18 @@ def test_contexts_beyond_a_learned_table_are_left_out(clock):
     record = latency(Stub(clock, positions="learned", max_positions=8), settings(), dtype=torch.float32, gate=PASSED)
     assert "latency/decode_ms_per_token_p50/5" in record
     assert not any(key.endswith("/8") for key in record)
+
+
+@pytest.mark.usefixtures("rates")
+@pytest.mark.parametrize("attn", names("attn"))
+def test_every_attention_can_be_proved_and_timed(attn):
+    model = Variant(attn, "moe").build(torch.float32)
+    proof = equivalence.gate(model, length=LENGTH, batch=2, dtype=torch.float32)
+    record = latency(model, settings(contexts=[LENGTH, 3], batch=2), dtype=torch.float32, gate=proof)
+    for context in (3, LENGTH):
+        for figure in ("prefill_ms_p50", "prefill_ms_p90", "decode_ms_per_token_p50", "decode_ms_per_token_p90"):
+            assert record[f"latency/{figure}/{context}"] > 0
+        assert 0 < record[f"latency/decode_limit_ms/{context}"] < float("inf")
 
 
 def test_a_variant_that_failed_the_gate_is_not_timed(clock):
