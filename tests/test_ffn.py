@@ -50,6 +50,9 @@ MIXTURES = {
     "moe-all": partial(moe, top_k=6),
     "deepseek": deepseek,
     "deepseek-groups": partial(deepseek, n_groups=4, top_k_groups=2, routed_scaling=2.5, n_shared=2),
+    "deepseek-v2": partial(
+        deepseek, n_groups=4, top_k_groups=2, scoring="softmax", group_score="max", norm_topk_prob=False
+    ),
     "deepseek-not-normalised": partial(deepseek, n_shared=0, norm_topk_prob=False, top_k=1),
 }
 mixtures = pytest.mark.parametrize("make", MIXTURES.values(), ids=MIXTURES)
@@ -64,11 +67,11 @@ def slow_forward(ffn, x):
 def slow_token(ffn, token):
     logits = ffn.router.weight @ token
     if isinstance(ffn, MixtureOfExperts):
-        gates = logits.exp() / logits.exp().sum()
+        gates = slow_softmax(logits)
         order = sorted(range(len(gates)), key=lambda i: -gates[i].item())[: ffn.top_k]
         scale, y = 1.0, torch.zeros_like(token)
     else:
-        gates = 1 / (1 + (-logits).exp())
+        gates = 1 / (1 + (-logits).exp()) if ffn.scoring == "sigmoid" else slow_softmax(logits)
         order = slow_selection(ffn, gates + ffn.selection_bias)
         scale, y = ffn.routed_scaling, torch.zeros_like(token) if ffn.shared is None else ffn.shared(token[None])[0][0]
     total = sum(gates[i] for i in order) if ffn.norm_topk_prob else 1.0
@@ -78,10 +81,15 @@ def slow_token(ffn, token):
     return y
 
 
+def slow_softmax(logits):
+    return logits.exp() / logits.exp().sum()
+
+
 def slow_selection(ffn, biased):
     size = len(biased) // ffn.n_groups
     groups = [list(range(g * size, (g + 1) * size)) for g in range(ffn.n_groups)]
-    groups.sort(key=lambda group: -sum(sorted((biased[i].item() for i in group), reverse=True)[:2]))
+    n_best = 2 if ffn.group_score == "top2" else 1
+    groups.sort(key=lambda group: -sum(sorted((biased[i].item() for i in group), reverse=True)[:n_best]))
     allowed = [i for group in groups[: ffn.top_k_groups] for i in group] if ffn.n_groups > 1 else groups[0]
     return sorted(allowed, key=lambda i: -biased[i].item())[: ffn.top_k]
 
@@ -178,12 +186,12 @@ def test_sigmoid_router_by_hand():
     assert weights.tolist() == pytest.approx([2 * 0.6 / 1.1, 2 * 0.5 / 1.1])
 
 
-def test_a_group_is_worth_its_two_best_experts():
+def test_what_a_group_is_worth():
     scores = torch.tensor([0.9, 0.1, 0.05, 0.6, 0.5, 0.0])  # 0.9 + 0.1 against 0.6 + 0.5
-    _, chosen = deepseek(n_experts=6, top_k=2, n_groups=2, top_k_groups=1).choose(scores)
-    assert chosen.tolist() == [3, 4]
-    _, chosen = deepseek(n_experts=6, top_k=2, n_groups=2, top_k_groups=2).choose(scores)
-    assert chosen.tolist() == [0, 3]
+    make = partial(deepseek, n_experts=6, top_k=2, n_groups=2)
+    assert make(top_k_groups=1).choose(scores)[1].tolist() == [3, 4]
+    assert make(top_k_groups=1, group_score="max").choose(scores)[1].tolist() == [0, 1]
+    assert make(top_k_groups=2).choose(scores)[1].tolist() == [0, 3]
 
 
 def test_tokens_stay_in_their_groups():
@@ -448,6 +456,8 @@ def test_active_weights_are_as_many_as_in_the_dense_network(name):
         (moe, {"top_k": 0}, "top_k=0"),
         (deepseek, {"top_k": 9}, "top_k=9"),
         (deepseek, {"n_groups": 3}, "n_groups=3"),
+        (deepseek, {"scoring": "tanh"}, "scoring='tanh'"),
+        (deepseek, {"group_score": "min"}, "group_score='min'"),
         (deepseek, {"n_groups": 4, "top_k_groups": 5}, "top_k_groups=5"),
         (deepseek, {"n_groups": 4, "top_k_groups": 1}, "top_k=3"),
     ],
