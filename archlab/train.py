@@ -147,7 +147,7 @@ class Trainer:
         self.dataset, self.settings, self.seed, self.device, self.dtype = dataset, settings, seed, device, dtype
         self.run_dir, self.path, self.config_hash = run_dir, run_dir / checkpoint.FILE_NAME, config_hash
         self.model = model.to(device, weight_dtype(dtype)).train()
-        self.forward = torch.compile(model) if settings.compile else model
+        self.forward = _compiled(model) if settings.compile else model
         self.optimizer = build_optimizer(model, settings)
         self.step, self.n_tokens = 0, 0
         self.final_losses: deque[float] = deque(maxlen=FINAL_STEPS)
@@ -302,6 +302,22 @@ def peak_memory_bytes(device: torch.device) -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _compiled(model: LM) -> Callable:
+    """The compiled forward pass. Errors: UsageError where compiling fails, in its first call."""
+    from torch._dynamo.exc import TorchDynamoException  # a second to import, for those who compile
+
+    forward = torch.compile(model)
+
+    def call(tokens: Tensor) -> tuple[Tensor, Aux]:
+        try:
+            return forward(tokens)
+        except TorchDynamoException as error:
+            reason = " ".join(str(error).split("\n\n")[0].split())
+            raise UsageError(f"train.compile=true does not work here ({reason}): give train.compile=false") from error
+
+    return call
 
 
 def _seed_everything(seed: int) -> None:

@@ -274,6 +274,17 @@ def test_the_compiled_forward_trains_the_same(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_forward_that_does_not_compile_is_a_sentence(tmp_path, monkeypatch):
+    def backend(*args):
+        raise RuntimeError("no compiler")
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module: compile_(module, backend=backend))
+    with pytest.raises(UsageError, match=r"does not work here \(.*no compiler.*train\.compile=false"):
+        run(tmp_path, compile=True)
+
+
+@pytest.mark.slow
 def test_the_phrase_is_learned(tmp_path):
     cfg = load(["data=phrase", "attn=mha", "attn.n_heads=4", "model.d_model=32", "model.n_layers=2"])
     data = build_dataset(cfg.data)
