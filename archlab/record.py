@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from archlab import log
+from archlab import checkpoint, log
 from archlab.errors import UsageError
 
 CONFIG, RESULT = "config.yaml", "result.json"
@@ -35,23 +35,33 @@ def claim(run_dir: Path, cfg: DictConfig, *, resume: bool, anew: bool = False) -
     run_dir.mkdir(parents=True, exist_ok=True)
     text = OmegaConf.to_yaml(cfg, resolve=True)
     if not resume:
-        if any((run_dir / name).exists() for name in (RESULT, log.FILE_NAME)):
+        if any((run_dir / name).exists() for name in (RESULT, log.FILE_NAME, checkpoint.FILE_NAME)):
             raise _taken(run_dir)
-        try:
-            with (run_dir / CONFIG).open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            raise _taken(run_dir) from None
+        _create(run_dir / CONFIG, text)
         return None
     if not (run_dir / CONFIG).exists():
         if not anew:
             raise UsageError(f"no run to go on with in {run_dir}: name its folder, hydra.run.dir=...")
-        (run_dir / CONFIG).write_text(text, encoding="utf-8")
+        _create(run_dir / CONFIG, text)
         return None
     earlier = OmegaConf.load(run_dir / CONFIG)
     if config_hash(earlier) != config_hash(cfg):
         raise UsageError(f"{run_dir} holds a run of another configuration: {differences(earlier, cfg)}")
     return read(run_dir / RESULT) if (run_dir / RESULT).exists() else None
+
+
+def _create(path: Path, text: str) -> None:
+    """Write a new file; of two processes at once, one does."""
+    try:
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError:
+        raise _taken(path.parent) from None
+    try:
+        with file:
+            file.write(text)
+    except OSError:
+        path.unlink()
+        raise
 
 
 def _taken(folder: Path) -> UsageError:

@@ -128,7 +128,7 @@ class Comparison:
         if len({frozenset(e["seed"] for e in v.ok) for v in self.variants if v.ok}) > 1:
             notes.append("not of the same seeds")
         notes = [f"these runs were {note}" for note in notes]
-        if self.fingerprint and len(self.ranks) < len(self.variants):
+        if any(0 < len(v.values("quality/val_loss")) < LEAST_SEEDS for v in self.variants):
             notes.append(
                 f"a place in the ranking takes {LEAST_SEEDS} seeds of a variant: one cannot tell an effect from noise"
             )
@@ -259,7 +259,8 @@ def show(runs: Sequence[Run], console: Console, context: int = CONTEXT) -> None:
     """Print the tables, what must be known of them, and every run that did not end well."""
     for c in compare(runs, context):
         header, *body = rows(c, narrow=console.width < WIDE)
-        table = Table(title=c.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        console.print(c.title, style="bold", highlight=False)
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for i, name in enumerate(header):
             stacked = name.replace(" at ", "\nat\N{NO-BREAK SPACE}").replace(" ", "\n")
             table.add_column(stacked, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")

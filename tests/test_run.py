@@ -129,7 +129,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_kept(archlab):
     assert contents(Path("here")) == before
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "result.json"])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "result.json", "checkpoint.safetensors"])
 def test_any_trace_of_a_run_keeps_another_out(tmp_path, name):
     (tmp_path / name).write_text("x")
     with pytest.raises(UsageError, match="already holds a run"):
