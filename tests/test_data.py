@@ -150,7 +150,6 @@ def test_stdlib_holds_out_whole_files_of_the_library():
     data = StandardLibrary(context=8)
     for split in ("train", "val", "test"):
         assert data.splits[split].tobytes() == b"".join(splits[split])
-    assert data.bytes_per_token == 1.0
     assert data.codec.vocab_size == data.vocab_size == 256
 
 
@@ -171,7 +170,6 @@ def test_text_is_cut_in_head_middle_and_tail(tmp_path):
     parts = [data.codec.decode(data.splits[s]) for s in ("train", "val", "test")]
     assert "".join(parts) == "".join(map(chr, range(100, 300)))
     assert data.vocab_size == 200
-    assert data.bytes_per_token == pytest.approx((28 + 2 * 172) / 200)
 
 
 def test_a_folder_is_read_in_the_order_of_names_from_where_the_user_stands(tmp_path, monkeypatch):

@@ -1,15 +1,16 @@
 """A model, data and a run small enough to train many times in a test."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import nn
 
+from archlab.attn.gqa import GroupedQueryAttention
 from archlab.data import IGNORE
 from archlab.data.base import Dataset
 from archlab.ffn.swiglu import SwiGLU
 from archlab.model import LM
-from archlab.plugins import factory
-from archlab.testing import Variant
 from archlab.train import Trainer, train
 from archlab.train_settings import TrainSettings
 
@@ -69,8 +70,8 @@ def make_settings(**overrides) -> TrainSettings:
 
 def make_model(*, ffn=SwiGLU, seed=0, **model) -> LM:
     torch.manual_seed(seed)
-    attn = Variant(attn="gqa").config().attn
-    return LM(vocab_size=VOCAB, attn=factory("attn", attn), ffn=ffn, d_model=16, n_layers=2, **model)
+    attn = partial(GroupedQueryAttention, n_heads=4, n_kv_heads=2)
+    return LM(vocab_size=VOCAB, attn=attn, ffn=ffn, d_model=16, n_layers=2, **model)
 
 
 def make_trainer(path, model=None, data=None, *, seed=0, dtype=torch.float64, **overrides) -> Trainer:

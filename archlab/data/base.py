@@ -47,11 +47,6 @@ class Dataset:
             check_whole("data.eval_tokens", eval_tokens)
         self.context, self.eval_tokens = context, eval_tokens
 
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Bytes of text that a token stands for, averaged over all splits; None for a task."""
-        return None
-
     def train_row(self, rng: np.random.Generator) -> Row:
         raise NotImplementedError
 

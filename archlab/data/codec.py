@@ -8,7 +8,6 @@ import numpy as np
 
 from archlab.errors import UsageError
 
-
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 

@@ -38,11 +38,6 @@ class TokenStream(Dataset):
         self.n_tokens = {split: len(tokens) for split, tokens in splits.items()}
         self.fingerprint = self._fingerprint()
 
-    @property
-    def bytes_per_token(self) -> float:
-        n_bytes = sum(int(self.codec.token_bytes[tokens].sum()) for tokens in self.splits.values())
-        return n_bytes / sum(self.n_tokens.values())
-
     def train_row(self, rng: np.random.Generator) -> Row:
         tokens = self.splits["train"]
         start = rng.integers(len(tokens) - self.context)
