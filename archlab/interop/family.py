@@ -63,8 +63,7 @@ class Family:
                 raise UsageError(f"{name}={flat[name]!r} (which it does not know)")
             for setting in self.settings:
                 if flat.keys() >= set(setting.ours):  # else it is of a plugin that no layer has
-                    values = setting.write(*(flat[name] for name in setting.ours))
-                    config.update(zip(setting.theirs, values, strict=True))
+                    config |= setting.written(flat)
         except UsageError as error:
             raise UsageError(f"{self.model_type} cannot express {error}") from error
         return config

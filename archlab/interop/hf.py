@@ -35,7 +35,7 @@ def from_hf(model: PreTrainedModel) -> LM:
     family, flat = _family_of(model.config)
     cfg = OmegaConf.create(settings.configuration(flat, family.kinds))
     with torch.random.fork_rng(devices=[]):
-        lm = build_model(cfg, flat["model.vocab_size"])
+        lm = build_model(cfg, flat["model.vocab_size"]).to(model.dtype)
     _fill(lm, weights.to_ours(rules(lm, model.config), tensors(model)))
     return lm.to(model.device).train(model.training)
 
@@ -47,7 +47,7 @@ def to_hf(lm: LM) -> PreTrainedModel:
     """
     flat = settings.describe(lm)
     refusals = []
-    for family in _candidates(flat):
+    for family in _candidates(lm):
         try:
             model = _build(family.model_type, family.to_theirs(flat), lm.embed.weight.dtype)
         except UsageError as error:
@@ -103,18 +103,14 @@ def _family_of(config: PreTrainedConfig) -> tuple[Family, settings.Flat]:
     return families[-1], families[-1].to_ours(_settings(config))
 
 
-def _candidates(flat: settings.Flat) -> list[Family]:
+def _candidates(lm: LM) -> list[Family]:
     """The families that have the model's plugins."""
-    wanted = {slot: _names(flat[slot]) for slot in ("attn", "ffn")}
-    found = [family for family in FAMILIES if family.kinds.keys() >= wanted["attn"] | wanted["ffn"]]
+    kinds = dict.fromkeys(type(plugin) for plugin in lm.plugins())
+    found = [family for family in FAMILIES if family.weights.keys() >= kinds.keys()]
     if not found:
-        stack = " and ".join(f"{slot}={'+'.join(sorted(names))}" for slot, names in wanted.items())
-        raise UsageError(f"archlab knows no family of Transformers with {stack}")
+        stack = " and ".join(settings.plugin_name(kind) for kind in kinds)
+        raise UsageError(f"archlab knows no family of Transformers with layers of {stack}")
     return found
-
-
-def _names(plugins: str | settings.PerLayer) -> set[str]:
-    return set(plugins) if isinstance(plugins, settings.PerLayer) else {plugins}
 
 
 def _build(model_type: str, config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
@@ -131,8 +127,7 @@ def _build(model_type: str, config: dict[str, Any], dtype: torch.dtype) -> PreTr
 def _fill(model: nn.Module, new: dict[str, Tensor]) -> None:
     """Put tensors in the place of the model's own, in whatever precision they have."""
     own = tensors(model)
-    if unmatched := own.keys() ^ new.keys():
-        raise ValueError(f"no counterpart of the weights {', '.join(sorted(unmatched))}")
+    weights.check_names(own.keys(), new.keys())
     for name, tensor in own.items():
         tensor.data = new[name]
 

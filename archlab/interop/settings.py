@@ -31,17 +31,27 @@ class Setting:
     Attributes:
         read, write: values of theirs -> values of ours, and back. What the other side has no words for is a UsageError
             of the form "name=value (what there is)".
+        per_layer: ours may differ between layers.
     """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     read: Callable[..., tuple]
     write: Callable[..., tuple]
+    per_layer: bool = False
+
+    def written(self, flat: Flat) -> dict[str, Any]:
+        """Theirs for a model of these settings of ours."""
+        values = [flat[name] for name in self.ours]
+        for name, value in zip(self.ours, values, strict=True):
+            if isinstance(value, PerLayer) and not self.per_layer:
+                raise UsageError(f"{name}={list(value)} (it has one value for all layers)")
+        return dict(zip(self.theirs, self.write(*values), strict=True))
 
 
 def same(theirs: str, ours: str) -> Setting:
     """One value under two names."""
-    return Setting((theirs,), (ours,), lambda value: (value,), lambda value: (_uniform(ours, value),))
+    return Setting((theirs,), (ours,), lambda value: (value,), lambda value: (value,))
 
 
 def fixed(theirs: str, value: Any) -> Setting:
@@ -58,12 +68,6 @@ def _demand(name: str, given: Any, value: Any, side: str) -> tuple:
     if given != value:
         raise UsageError(f"{name}={given!r} ({side} has only {value!r})")
     return ()
-
-
-def _uniform(name: str, value: Any) -> Any:
-    if isinstance(value, PerLayer):
-        raise UsageError(f"{name}={list(value)} (it has one value for all layers)")
-    return value
 
 
 def plugin_name(kind: type) -> str:

@@ -6,7 +6,8 @@ moments and whatever else has a weight's shape go the same way.
 Shapes: h query heads, g KV heads, c head width, d model width, e experts, f expert width.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +60,7 @@ def rows(ours: str, theirs: Mapping[str, int], order: Tensor | None = None) -> W
     return Weight(ours, tuple(theirs), split, join)
 
 
-def zeros(ours: str, *shape: int) -> Weight:
+def zeros(ours: str, like: Tensor) -> Weight:
     """A tensor that the other library does not have: nothing but zeros, or a UsageError."""
 
     def split(tensor: Tensor) -> Sequence[Tensor]:
@@ -67,7 +68,7 @@ def zeros(ours: str, *shape: int) -> Weight:
             raise UsageError(f"{ours} is not zero, which Transformers has no place for")
         return []
 
-    return Weight(ours, (), split, lambda tensors: torch.zeros(shape))
+    return Weight(ours, (), split, lambda tensors: torch.zeros_like(like))
 
 
 def _taken(tensor: Tensor, order: Tensor | None) -> Tensor:
@@ -81,8 +82,9 @@ def halves(n_heads: int, head_dim: int, n_rot: int) -> Tensor:
     return (torch.arange(n_heads)[:, None] * head_dim + rotary).flatten()
 
 
-def to_theirs(rules: Iterable[Weight], tensors: Tensors) -> dict[str, Tensor]:
-    """Copies of our tensors under their names."""
+def to_theirs(rules: Collection[Weight], tensors: Tensors) -> dict[str, Tensor]:
+    """Copies of our tensors under their names. Errors: UsageError for one that is not there or that no rule moves."""
+    check_names(tensors.keys(), {rule.ours for rule in rules})
     return {
         name: _copy(part)
         for rule in rules
@@ -90,9 +92,16 @@ def to_theirs(rules: Iterable[Weight], tensors: Tensors) -> dict[str, Tensor]:
     }
 
 
-def to_ours(rules: Iterable[Weight], tensors: Tensors) -> dict[str, Tensor]:
-    """Copies of their tensors under our names."""
+def to_ours(rules: Collection[Weight], tensors: Tensors) -> dict[str, Tensor]:
+    """Copies of their tensors under our names. Errors: as of `to_theirs`."""
+    check_names(tensors.keys(), {name for rule in rules for name in rule.theirs})
     return {rule.ours: _copy(rule.join([tensors[name] for name in rule.theirs])) for rule in rules}
+
+
+def check_names(given: AbstractSet[str], wanted: AbstractSet[str]) -> None:
+    """Nothing is left out, and nothing made up."""
+    for name in sorted(given ^ wanted):
+        raise UsageError(f"the weight {name} {'has no counterpart' if name in given else 'is missing'}")
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -47,9 +47,9 @@ def _write_heads(d_model: int, n_heads: int, head_dim: int, rope_dim: int) -> tu
 
 
 def _read_rope(parameters: Mapping[str, Any]) -> tuple:
-    for name, value in parameters.items():
-        if name != "rope_theta" and (name, value) != ("rope_type", "default"):
-            raise UsageError(f"rope_parameters.{name}={value!r} (it has only rope_type='default' and a rope_theta)")
+    for name in sorted(parameters.keys() - {"rope_theta"}, key="rope_type".__ne__):
+        if (name, parameters[name]) != ("rope_type", "default"):
+            raise UsageError(f"rope_parameters.{name}={parameters[name]!r} (it has only the type 'default' and a base)")
     return (parameters["rope_theta"],)
 
 

@@ -32,7 +32,7 @@ def _write_groups(n_groups: int, top_k_groups: int, group_score: str) -> tuple:
 def _moe_weights(ffn: DeepSeekMoE, config: Mapping[str, Any]) -> Iterable[Weight]:
     yield from deepseek.moe_weights(ffn, config)
     if not ffn.is_dense:
-        yield zeros("selection_bias", ffn.n_experts)
+        yield zeros("selection_bias", ffn.selection_bias)
 
 
 DEEPSEEK_V2 = Family(

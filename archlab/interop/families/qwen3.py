@@ -37,6 +37,7 @@ QWEN3 = Family(
             ("model.n_layers", "gqa.window"),
             _read_windows,
             _write_windows,
+            per_layer=True,
         ),
         only("ffn", "swiglu"),
         fixed("attention_bias", False),

@@ -48,6 +48,7 @@ QWEN3_MOE = Family(
             ("model.n_layers", "ffn"),
             _read_layers,
             _write_layers,
+            per_layer=True,
         ),
         same("moe_intermediate_size", "moe.d_expert"),
         same("norm_topk_prob", "moe.norm_topk_prob"),
