@@ -28,10 +28,10 @@ from archlab.account import decode_flops, decode_read_bytes
 from archlab.equivalence import evaluating
 from archlab.errors import ArchlabError, UsageError, guarded
 from archlab.machine import gemm_rate, read_bandwidth
-from archlab.mechanisms import Mechanisms
 from archlab.mixer import Cache
 from archlab.model import LM, build_model
 from archlab.precision import autocast, resolve_device, resolve_dtype, weight_dtype
+from archlab.ratio import Suite
 from archlab.timing import Effort, measure
 
 VOCAB_SIZE = 256
@@ -174,7 +174,7 @@ def _command(words: list[str]) -> None:
     cfg = configuration([word for word in words if not word.startswith("out=")])
     device = resolve_device(cfg.device)
     bench = instantiate(cfg.bench, _convert_="all")
-    result = bench.run(device) if isinstance(bench, Mechanisms) else _untrained(cfg, bench, device)
+    result = bench.run(device) if isinstance(bench, Suite) else _untrained(cfg, bench, device)
     line = json.dumps(result)
     print(line)
     for path in out:

@@ -15,9 +15,9 @@ from archlab.attn.mla import MultiHeadLatentAttention
 from archlab.bench import BenchSettings, latency
 from archlab.errors import ArchlabError, UsageError
 from archlab.ffn.swiglu import SwiGLU
-from archlab.mechanisms import Case, Mechanisms, Pair
 from archlab.model import LM
 from archlab.plugins import build_layer, factory, load, names
+from archlab.ratio import Case, Pair, Suite
 from archlab.testing import LENGTH, Variant
 from archlab.timing import Effort, interleaved, measure, timed
 
@@ -346,7 +346,7 @@ def test_command_line_helps(capsys):
 @pytest.mark.parametrize("name", names("bench"))
 def test_every_shipped_setting_can_be_built(name):
     settings = instantiate(load([f"bench={name}"]).bench, _convert_="all")
-    assert isinstance(settings, BenchSettings | Mechanisms)
+    assert isinstance(settings, BenchSettings | Suite)
     if isinstance(settings, BenchSettings) and name != "smoke":
         assert len(settings.contexts) >= 3, "a headline at one context length says little"
 
@@ -389,7 +389,7 @@ def test_a_ratio_is_the_median_of_the_rounds(clock):
     """Pairs of (over, under) seconds 6/2, 8/2, 20/2; the two warm-up calls of each come first."""
     over, under = clock.takes(1, 1, 6, 8, 20), clock.takes(1, 1, 2)
     case = Case(pairs=lambda: iter([Pair(over, under)]), at_least=4.0)
-    suite = Mechanisms(cases={"c": case}, rounds=3, sample_s=0.0, warmup_s=0.0)
+    suite = Suite(cases={"c": case}, rounds=3, sample_s=0.0, warmup_s=0.0)
     (ratio,) = suite.run(CPU)["ratios"]
     assert ratio == {
         "name": "c",

@@ -57,7 +57,7 @@ REFUSED = {
     "device=tpu": ("device=tpu", "cpu"),
     "dtype=float8": ("dtype=float8", "float32"),
     "device=meta": ("device=meta", "train.steps=0"),
-    "bench=mechanisms": ("archlab.mechanisms.Mechanisms", "python -m archlab.bench"),
+    "bench=mechanisms": ("archlab.ratio.Suite", "python -m archlab.bench"),
     "attn._target_=no.such.Thing": ("attn._target_=no.such.Thing cannot be loaded",),
     "~attn": ("a run needs one, attn=NAME",),
     "gqa": ("'gqa' is not of the form key=value",),
