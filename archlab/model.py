@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from archlab.errors import UsageError
 from archlab.mixer import FFN, Aux, Cache, Mixer
@@ -175,5 +177,18 @@ def build_model(cfg: DictConfig, vocab_size: int, *, device: torch.device | str 
     settings = OmegaConf.to_container(cfg.model, resolve=True) | parts | {"vocab_size": vocab_size}
     build = get_object(settings.pop("_target_"))
     settings.pop("_partial_", None)
-    with torch.device(device):
+    # With meta tensors, torch's random fills do nothing but import its compiler, for a second.
+    with _Unfilled() if torch.device(device).type == "meta" else nullcontext(), torch.device(device):
         return build(**settings)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves tensors as they are where they would be filled at random."""
+
+    FILLS = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self.FILLS:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
