@@ -156,6 +156,7 @@ class Reporter:
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(compact=True),
+            TextColumn("left"),
             console=console,
             disable=quiet or not console.is_terminal,
         )

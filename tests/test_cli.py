@@ -150,12 +150,18 @@ def test_help_names_what_to_type(archlab):
         assert f"\n{group}: " in outcome.out
 
 
-SHIPPED = sorted((p.parent.name, p.stem) for p in conf_dir().glob("*/*.yaml") if p.parent.name not in PRESETS)
+SHIPPED = sorted((p.parent.name, p.stem) for p in conf_dir().glob("*/*.yaml") if p.parent.name != "zoo")
 
 
 @pytest.mark.parametrize(("group", "name"), SHIPPED)
 def test_every_shipped_option_passes_the_check(group, name):
     check_config(load([f"{group}={name}"]), SCALARS, [g for g in GROUPS if g not in PRESETS])
+
+
+def test_what_is_typed_wins_over_an_experiment():
+    cfg = load(["experiment=tiny", "attn=gqa", "attn.n_heads=2", "train.steps=7"])
+    assert (cfg.attn.n_kv_heads, cfg.attn.n_heads, cfg.train.steps) == (2, 2, 7)
+    assert (cfg.model.d_model, cfg.train.batch_size) == (32, 16)
 
 
 @pytest.mark.parametrize(
