@@ -104,11 +104,14 @@ def each(cases):
     )
 
 
+def configured(case, **change):
+    model_type, settings = case
+    return transformers.AutoConfig.for_model(model_type, **settings | change)
+
+
 def theirs(case, dtype=F32):
     """A random model of Transformers in which every weight matters and the bias of a router decides something."""
-    model_type, settings = case
-    config = transformers.AutoConfig.for_model(model_type, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(configured(case)).to(dtype).eval()
     model.set_experts_implementation("eager")
     return strong(model)
 
@@ -381,21 +384,48 @@ def test_a_model_from_there_trains_as_it_did_there():
     ],
 )
 def test_a_setting_without_words_for_it_is_refused_by_name(name, change):
-    model_type, settings = CASES[name]
-    config = transformers.AutoConfig.for_model(model_type, **settings | change)
-    with pytest.raises(UsageError, match=f"archlab cannot express {model_type}'s {next(iter(change))}="):
-        hf.configuration(config)
+    with pytest.raises(UsageError, match=f"archlab cannot express {CASES[name][0]}'s {next(iter(change))}="):
+        hf.configuration(configured(CASES[name], **change))
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "deepseek_v3-dense"])
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
 def test_a_stretched_rotation_is_refused(name, kind):
-    model_type, settings = CASES[name]
     ends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
-    stretched = {"rope_parameters": {"rope_theta": 500.0, "factor": 2.0, "rope_type": kind} | ends}
-    config = transformers.AutoConfig.for_model(model_type, **settings | stretched)
+    stretched = {"rope_theta": 500.0, "factor": 2.0, "rope_type": kind} | ends
     with pytest.raises(UsageError, match=f"rope_parameters.rope_type='{kind}'"):
-        hf.configuration(config)
+        hf.configuration(configured(CASES[name], rope_parameters=stretched))
+
+
+OLD_FILES = {
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None},
+    "qwen3": {"rope_scaling": None, "max_window_layers": 28},
+    "qwen3_moe": {"rope_scaling": None, "max_window_layers": 48, "num_experts": 5},
+    "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax", "aux_loss_alpha": 0.001, "seq_aux": True},
+    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1},
+}
+
+
+@pytest.mark.parametrize("name", OLD_FILES)
+def test_files_of_released_models_say_more_than_the_library_reads(name):
+    model_type, settings = CASES[name]
+    settings = {key: value for key, value in settings.items() if key != "rope_parameters"}
+    config = transformers.CONFIG_MAPPING[model_type].from_dict(settings | {"rope_theta": 500.0} | OLD_FILES[name])
+    assert hf.configuration(config) == hf.configuration(configured(CASES[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("llama", "rope_interleaved", True),
+        ("deepseek_v2", "scoring_func", "sigmoid"),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3-dense", "topk_method", "greedy"),
+    ],
+)
+def test_what_only_released_files_say_is_held_to(name, setting, value):
+    with pytest.raises(UsageError, match=f"archlab cannot express {CASES[name][0]}'s {setting}={value!r}"):
+        hf.configuration(configured(CASES[name], **{setting: value}))
 
 
 def test_weights_that_are_missing_or_unknown_are_refused():

@@ -25,6 +25,7 @@ class Family:
         settings: what says the same on both sides.
         weights: the plugins of its layers, and how their weights are laid out there.
         unread: settings of theirs that change nothing of what the model computes.
+        spelled_out: settings that only the files of older models have: what they must say, where they say anything.
         training: settings of ours that act on training alone, which an exported model leaves behind; the values are
             those of a model that comes from there.
     """
@@ -33,6 +34,7 @@ class Family:
     settings: tuple[Setting, ...]
     weights: Mapping[type[nn.Module], Weights]
     unread: tuple[str, ...] = ()
+    spelled_out: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -44,6 +46,7 @@ class Family:
         """Their settings in our words. Errors: UsageError naming one that archlab cannot express."""
         flat = dict(self.training)
         known = {name for setting in self.settings for name in setting.theirs}.union(self.unread)
+        known |= {name for name, value in self.spelled_out.items() if config.get(name) == value}
         try:
             for name in sorted(config.keys() - known):
                 raise UsageError(f"{name}={config[name]!r} (which it does not know)")

@@ -36,6 +36,9 @@ MLA = (
 MLA_UNREAD = ("head_dim", "qk_head_dim")
 """Sums of the widths above."""
 
+OLD_UNREAD = ("auto_map", "aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux")
+"""What the authors' own code read of its configuration, for training and for its parallel layout."""
+
 MOE = (
     same("n_routed_experts", "moe_deepseek.n_experts"),
     same("num_experts_per_tok", "moe_deepseek.top_k"),

@@ -56,6 +56,7 @@ DEEPSEEK_V2 = Family(
         MultiHeadLatentAttention: lambda mixer, config: deepseek.mla_weights(mixer),
         DeepSeekMoE: _moe_weights,
     },
-    unread=(*UNREAD, *deepseek.MLA_UNREAD, "pretraining_tp"),
+    unread=(*UNREAD, *deepseek.MLA_UNREAD, *deepseek.OLD_UNREAD),
+    spelled_out={"moe_layer_freq": 1, "scoring_func": "softmax"},
     training=deepseek.MOE_TRAINING,
 )

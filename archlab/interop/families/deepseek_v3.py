@@ -40,9 +40,10 @@ ROPE_INTERLEAVE = Setting(("rope_interleave",), (), lambda either: (), lambda: (
 UNREAD_BY_BOTH = (
     *UNREAD,
     *deepseek.MLA_UNREAD,
-    "pretraining_tp",
+    *deepseek.OLD_UNREAD,
     "num_nextn_predict_layers",  # of layers that a causal language model does not have
 )
+SPELLED_OUT = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -67,6 +68,7 @@ DEEPSEEK_V3 = Family(
     ),
     weights={MultiHeadLatentAttention: _mla_weights, DeepSeekMoE: _moe_weights},
     unread=UNREAD_BY_BOTH,
+    spelled_out=SPELLED_OUT,
     training=deepseek.MOE_TRAINING,
 )
 
@@ -100,4 +102,5 @@ DEEPSEEK_V3_DENSE = Family(
         "routed_scaling_factor",
         "topk_group",
     ),
+    spelled_out=SPELLED_OUT,
 )

@@ -19,5 +19,6 @@ LLAMA = Family(
         fixed("mlp_bias", False),
     ),
     weights={GroupedQueryAttention: gqa_weights, SwiGLU: swiglu_weights},
-    unread=(*UNREAD, "pretraining_tp"),
+    unread=(*UNREAD, "pretraining_tp", "is_llama_config", "transformers.js_config"),
+    spelled_out={"rope_interleaved": False},
 )

@@ -55,6 +55,6 @@ QWEN3_MOE = Family(
         fixed("attention_bias", False),
     ),
     weights={GroupedQueryAttention: gqa_weights, MixtureOfExperts: moe_weights, SwiGLU: swiglu_weights},
-    unread=(*UNREAD, *MOE_UNREAD),
+    unread=(*UNREAD, *MOE_UNREAD, "max_window_layers"),
     training=MOE_TRAINING,
 )
