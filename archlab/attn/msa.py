@@ -112,23 +112,29 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
         if state is not None:
             kv = append(state.kv, kv, pos)
             index_k = append(state.index_k[:, None], index_k[:, None], pos)[:, 0]
-        index = (index_q, index_k)
+        attend = self._attend_uncompiled if torch.compiler.is_compiling() else self._attend
+        y, aux = attend(q, kv, (index_q, index_k), pos, state)
+        return self.out(y.transpose(1, 2).flatten(2)), aux
+
+    def _attend(
+        self, q: Tensor, kv: Tensor, index: tuple[Tensor, Tensor], pos: Position, state: SparseState | None
+    ) -> tuple[Tensor, Aux]:
+        """q (b h t c) over the chosen blocks of kv (b 2g s c) -> (b h t c), and the index branch's loss."""
         k, v = kv.chunk(2, dim=1)
-        learns = self.training and state is None
-        divergence = None
-        if self.dense or self._sees_all(k.shape[2]):
+        length, learns = k.shape[2], self.training and state is None
+        if self.dense or self._sees_all(length):
             y = causal_attention(q, k, v, pos=pos)
-            if learns:
-                divergence = prefix_divergence(*index, q, k)
-        else:
-            blocks = select_blocks(*index, pos, block_size=self.block_size, top_k=self.top_k_blocks)
-            if self._gathers(q.shape[2], k.shape[2], pos):
-                y = gathered_attention(q, state.kv, blocks, pos, length=k.shape[2], block_size=self.block_size)
-            else:
-                y, divergence = tiled_attention(
-                    q, k, v, blocks, pos, block_size=self.block_size, index=index if learns else None
-                )
-        return self.out(y.transpose(1, 2).flatten(2)), self._learn(divergence, index, q, k)
+            divergence = prefix_divergence(*index, q, k) if learns else None
+            return y, self._learn(divergence, index, q, k)
+        blocks = select_blocks(*index, pos, block_size=self.block_size, top_k=self.top_k_blocks)
+        if self._gathers(q.shape[2], length, pos):
+            return gathered_attention(q, state.kv, blocks, pos, length=length, block_size=self.block_size), {}
+        follow = index if learns else None
+        y, divergence = tiled_attention(q, k, v, blocks, pos, block_size=self.block_size, index=follow)
+        return y, self._learn(divergence, index, q, k)
+
+    # The shapes of a choice are not known beforehand; unrolled over pieces it would take minutes to compile.
+    _attend_uncompiled = torch._disable_dynamo(_attend)
 
     def _learn(self, divergence: Tensor | None, index: tuple[Tensor, Tensor], q: Tensor, k: Tensor) -> Aux:
         """The index branch's loss of a training forward; its recall is measured beside."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from archlab.mixer import Position
 from archlab.precision import widen, without_autocast
 
-SCORES_PER_PIECE = 1 << 20
+SCORES_PER_PIECE = 1 << 21
 """Scores held at once: all t * s of them are computed, but never together."""
 
 _LOWEST = torch.iinfo(torch.int64).min

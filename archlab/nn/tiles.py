@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-SCORES_PER_PIECE = 1 << 19
+SCORES_PER_PIECE = 1 << 20
 """Scores of the tiles computed together: few enough to stay in a processor's cache."""
 
 
