@@ -472,6 +472,28 @@ def test_nan_weights_are_no_crash():
     assert y.isnan().all()
 
 
+def test_shapes_are_known_without_data():
+    with torch.device("meta"):
+        mixer = build(warmup=0.5).train()
+        x = torch.empty(2, 30, D_MODEL, dtype=torch.float64, requires_grad=True)
+    for progress in (0.0, 1.0):
+        mixer.after_step(progress)
+        y, aux = mixer(x)
+        (y.sum() + aux["msa_kl"]).backward()
+        assert y.shape == x.shape == x.grad.shape
+
+
+def test_repeated_passes_give_the_same_bits():
+    mixer = build(dtype=torch.float32).train()
+    x = inputs(40, dtype=torch.float32)
+
+    def gradients() -> list[Tensor]:
+        y, aux = mixer(x)
+        return [y, *torch.autograd.grad(y.square().sum() + aux["msa_kl"], list(mixer.parameters()))]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
+
+
 def test_index_settings_do_what_they_say():
     x = inputs(30)
     normed = build(index_norm=True)
