@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.utils import instantiate
+from omegaconf import OmegaConf, open_dict
 
 from archlab import bench, equivalence, machine, mechanisms, timing
 from archlab.attn.gqa import GroupedQueryAttention
@@ -365,7 +366,8 @@ def tiny(node):
 @pytest.mark.parametrize("case", load(["bench=mechanisms"]).bench.cases)
 def test_every_mechanism_is_measured(case, capsys):
     cfg = tiny(load(["bench=mechanisms", "bench.rounds=1", "bench.sample_s=0", "bench.warmup_s=0"]).bench)
-    cfg.only, cfg.cases[case].rounds = [case], 1
+    with open_dict(cfg):
+        cfg = OmegaConf.merge(cfg, {"only": [case], "cases": {case: {"rounds": 1}}})
     if case == "capacity":
         cfg.cases.capacity.pairs.attn = ["gqa", "swa"]
     ratios = instantiate(cfg, _convert_="all").run(CPU)["ratios"]
