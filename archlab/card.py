@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 Record = Mapping[str, Any]
 
@@ -63,8 +64,8 @@ def card(record: Record, where: str) -> RenderableType:
         if lines:
             grid.add_row(name, "\n".join(lines))
     parts = [grid, _latency(record)] if "latency/batch" in record else [grid]
-    title = f"[bold]{record['variant/name']}[/] seed {record['seed']}: {record['status']}"
-    return Panel(Group(*parts), title=title, subtitle=where, width=CARD_COLUMNS)
+    title = Text(f"{record['variant/name']} seed {record['seed']}: {record['status']}", style="bold")
+    return Panel(Group(*parts), title=title, subtitle=Text(where), width=CARD_COLUMNS)
 
 
 def _parameters(r: Record) -> list[str]:
@@ -161,7 +162,8 @@ class Reporter:
             disable=quiet or not console.is_terminal,
         )
         self.task = self.bar.add_task("training", total=steps, figures="")
-        self.began, self.first_step, self.said = time.perf_counter(), 0, 0.0
+        self.first: tuple[int, float] | None = None
+        self.said_at = -math.inf
 
     def stage(self, text: str) -> None:
         """Say what begins now."""
@@ -171,16 +173,17 @@ class Reporter:
 
     def update(self, step: int, loss: float, tokens_per_second: float) -> None:
         """See `archlab.train.Progress`."""
-        now, figures = time.perf_counter(), f"loss {loss:.3f}, {human_count(tokens_per_second)} tokens/s"
-        self.first_step = self.first_step or step
+        figures = f"loss {loss:.3f}, {human_count(tokens_per_second)} tokens/s"
         self.bar.start()
         self.bar.update(self.task, completed=step, figures=figures)
-        if self.quiet or self.console.is_terminal:
+        now = time.perf_counter()
+        self.first = self.first or (step, now)
+        due = step == self.steps or now - self.said_at >= PLAIN_LINE_EVERY_S
+        if self.quiet or self.console.is_terminal or not due:
             return
-        if self.said == 0 or step == self.steps or now - self.said >= PLAIN_LINE_EVERY_S:
-            self.said = now
-            left = (now - self.began) / (step - self.first_step + 1) * (self.steps - step)
-            self.console.print(f"step {step}/{self.steps}: {figures}, {left:.0f} s left", highlight=False)
+        self.said_at, done = now, step - self.first[0]
+        left = f", {(now - self.first[1]) / done * (self.steps - step):.0f} s left" if done else ""
+        self.console.print(f"step {step}/{self.steps}: {figures}{left}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self.bar.stop()

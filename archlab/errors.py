@@ -28,7 +28,7 @@ class UsageError(ArchlabError):
 
 def exit_status(error: BaseException) -> int:
     """The status that a command ends with for this error: 2 for what was asked, 130 for Ctrl-C, 1 for all else."""
-    error = _foreseen(error)
+    error = foreseen(error)
     if isinstance(error, KeyboardInterrupt):
         return 130
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -38,7 +38,7 @@ def exit_status(error: BaseException) -> int:
 
 def sentence(error: BaseException) -> str:
     """One line for people: what went wrong, and for an error that nobody foresaw, where."""
-    error = _foreseen(error)
+    error = foreseen(error)
     text = " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):
         return text or "interrupted"
@@ -67,7 +67,7 @@ def guarded(command: Callable[[], int | None]) -> int:
         return exit_status(error)
 
 
-def _foreseen(error: BaseException) -> BaseException:
+def foreseen(error: BaseException) -> BaseException:
     """The `ArchlabError` that another error wraps, as Hydra's instantiation does; else the error."""
     cause = error
     while cause is not None and not isinstance(cause, ArchlabError):

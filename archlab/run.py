@@ -1,6 +1,5 @@
 """One run: the only file that knows all the stages, from data and model to the record."""
 
-import math
 import os
 import re
 import shlex
@@ -24,7 +23,7 @@ from rich.console import Console
 from archlab import account, bench, equivalence, evaluate, record, train
 from archlab.card import Reporter, card, human_count
 from archlab.data import Dataset, build_dataset
-from archlab.errors import ArchlabError, UsageError, sentence
+from archlab.errors import ArchlabError, UsageError, foreseen, sentence
 from archlab.log import Labels, Log, build_log
 from archlab.model import LM, build_model
 from archlab.plugins import GROUPS, PRESETS
@@ -122,7 +121,7 @@ def run(cfg: DictConfig, job: Job) -> tuple[dict[str, Any], Exception | None]:
             error = raised
             entries |= {"status": _status(error), "error": sentence(error)}
             _keep_traceback(job.run_dir, error)
-        entries["env/wall_s"] = time.perf_counter() - began
+        entries["run/wall_s"] = time.perf_counter() - began
         record.write(job.run_dir / record.RESULT, entries)
         log.summary(entries)
     _say(console, job, entries, reporter.appendix)
@@ -203,15 +202,17 @@ def _status(error: BaseException) -> str:
 
 def _keep_traceback(run_dir: Path, error: BaseException) -> None:
     """Of an error that nobody foresaw, for whoever wrote the plugin."""
-    if not isinstance(error, ArchlabError | KeyboardInterrupt | OSError):
+    if not isinstance(foreseen(error), ArchlabError | KeyboardInterrupt | OSError):
         (run_dir / TRACEBACK).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
 
 
 def _say(console: Console, job: Job, entries: Mapping[str, Any], appendix: Sequence[str]) -> None:
     where, status = str(job.run_dir / record.RESULT), entries["status"]
     if job.sweep_dir is not None:
-        text = entries.get("error") or f"val loss {entries.get('quality/val_loss', math.nan):.4f}"
-        lines = [f"{entries['variant/name']} seed {entries['seed']}: {status}, {text}"]
+        told = [status, entries.get("error")]
+        if "quality/val_loss" in entries:
+            told.insert(1, f"val loss {entries['quality/val_loss']:.4f}")
+        lines = [f"{entries['variant/name']} seed {entries['seed']}: {', '.join(filter(None, told))}"]
     elif status == "ok":
         console.print(card(entries, where))
         lines = appendix
