@@ -100,7 +100,7 @@ def test_gradcheck_of_the_parts():
     torch.testing.assert_close((eye + a.tril(-1)) @ inverse, eye.expand(3, 8, 8))
 
 
-@pytest.mark.parametrize("t", [64, 1024])
+@pytest.mark.parametrize("t", [64, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("g", [-0.1, -1.0, -5.0, -20.0, -100.0, "sudden", "of every size"])
 def test_strong_decay_is_exact_in_float32_gradients_too(g, t):
     args = inputs(t, b=1, h=2, k=8, v=8)
@@ -220,7 +220,8 @@ def expected_output(name, mixer, x):
             alpha = torch.exp(-mixer.decay.A_log.exp() * softplus(z + mixer.decay.dt_bias))[..., None]
         else:
             z = (z @ mixer.decay_up.weight.T + mixer.decay.dt_bias).unflatten(-1, (h, width))
-            alpha = torch.exp(-mixer.decay.A_log.exp()[:, None] * softplus(z))
+            rate = mixer.decay.A_log.exp()[:, None]
+            alpha = torch.exp(-5 * sigmoid(rate * z) if mixer.decay.gate == "bounded" else -rate * softplus(z))
         alpha, eye = alpha.expand(b, t, h, width), torch.eye(width, dtype=F64)
 
         def transition(i):
@@ -230,16 +231,18 @@ def expected_output(name, mixer, x):
         y = by_products(q, k, v, transition, lambda j: beta[:, j]) * scale
     y = y / torch.sqrt((y**2).mean(-1, keepdim=True) + 1e-5) * mixer.norm.weight
     if name == "kda":
-        y = y * sigmoid(gate @ mixer.gate_up.weight.T).view_as(y)
+        y = y * sigmoid(gate if mixer.gate_up is None else gate @ mixer.gate_up.weight.T).view_as(y)
     elif name != "deltanet":
         y = y * silu(gate).view_as(y)
     return y.flatten(2) @ mixer.out.weight.T
 
 
 @pytest.mark.parametrize("t", [5, 19])
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", [*FAMILY, "kda, later"])
 def test_each_member_is_its_own_formula(name, t):
-    mixer, x = member(name), rand(2, t, D)
+    settings = {"decay_gate": "bounded", "gate": "full", "beta_max": 2.0, "v_head_dim": 9} if "later" in name else {}
+    name = name.removesuffix(", later")
+    mixer, x = member(name, **settings), rand(2, t, D)
     # The formula of linear attention has no epsilon in its denominator.
     tolerance = 1e-4 if name == "linear" else 1e-10
     torch.testing.assert_close(mixer(x)[0], expected_output(name, mixer, x), atol=tolerance, rtol=tolerance)
@@ -336,6 +339,14 @@ def test_the_state_stays_wide_under_bfloat16_autocast(name, t):
     assert all(p.grad.isfinite().all() for p in mixer.parameters())
     # As wide as in float32, from the same rounded inputs: nothing of the recurrence ran in bfloat16.
     assert (state.memory != state.memory.bfloat16().float()).any()
+
+
+@pytest.mark.parametrize("t", [1, 40])
+def test_weights_in_bfloat16(t):
+    mixer = member("kda").bfloat16()
+    y = mixer(rand(1, t, D).bfloat16())[0]
+    assert y.dtype == torch.bfloat16
+    assert y.isfinite().all()
 
 
 @pytest.mark.parametrize("g", [-5.0, -20.0, -100.0])

@@ -136,7 +136,7 @@ class KimiDeltaAttention(Mixer):
         y, last = delta_rule(q, k, v, self._log_decay(z), beta, memory, chunk_size=self.chunk_size, in_place=in_place)
         if state is not None and not in_place:
             state.memory.copy_(last)
-        return self.out(self._finish(y, gate)), {}
+        return self.out(self._finish(y, gate).to(x.dtype)), {}
 
     def _queries_keys_values(self, qkv: Tensor, pos: Position, history: Tensor | None) -> tuple[Tensor, ...]:
         """(b t c) -> queries and keys (b t g k), values (b t g v), in float32 at least."""
