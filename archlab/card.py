@@ -24,8 +24,8 @@ def human_bytes(n: float) -> str:
 
 
 def human_count(n: float) -> str:
-    """3 significant digits in units, thousands (k), millions (M), billions (G) or trillions (T)."""
-    return _scaled(n, 1000, ("", "k", "M", "G", "T")).replace(" ", "")
+    """3 significant digits in units, thousands (k), millions (M), billions (B) or trillions (T)."""
+    return _scaled(n, 1000, ("", "k", "M", "B", "T")).replace(" ", "")
 
 
 def human_context(tokens: int) -> str:

@@ -358,7 +358,7 @@ def test_bytes_for_people(n, text):
     assert human_bytes(n) == text
 
 
-@pytest.mark.parametrize(("n", "text"), [(0, "0"), (999, "999"), (1000, "1.00k"), (12_345, "12.3k"), (3.3e9, "3.30G")])
+@pytest.mark.parametrize(("n", "text"), [(0, "0"), (999, "999"), (1000, "1.00k"), (12_345, "12.3k"), (3.3e9, "3.30B")])
 def test_counts_for_people(n, text):
     assert human_count(n) == text
 
