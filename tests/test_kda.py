@@ -41,8 +41,8 @@ def member(name, d_model=D, **settings):
         for parameter in mixer.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
-        if mixer.norm is not None:
-            mixer.norm.weight.normal_()
+        if mixer.out_norm is not None:
+            mixer.out_norm.weight.normal_()
     return mixer
 
 
@@ -147,10 +147,10 @@ def test_gdn_is_kda_with_a_gate_constant_over_channels():
     kda = member("kda", gate_act="silu", decay_rank=2)
     with torch.no_grad():
         for name, parameter in gdn.named_parameters():
-            if name != "decay.dt_bias":
+            if name != "forget.dt_bias":
                 kda.get_parameter(name).copy_(parameter)
         kda.decay_up.weight.copy_(torch.eye(2, dtype=F64).repeat_interleave(6, 0))
-        kda.decay.dt_bias.copy_(gdn.decay.dt_bias.repeat_interleave(6))
+        kda.forget.dt_bias.copy_(gdn.forget.dt_bias.repeat_interleave(6))
     x = rand(2, 37, D)
     torch.testing.assert_close(kda(x)[0], gdn(x)[0])
 
@@ -206,7 +206,7 @@ def expected_output(name, mixer, x):
         kept = torch.stack([(1 - 2.0 ** (-5 - head)) ** age.to(F64) for head in range(h)]).tril()
         y = torch.einsum("bihc,bjhc,hij,bjhv->bihv", q, k, kept, v) * scale
     elif name == "gla":
-        alpha = sigmoid((z @ mixer.decay_up.weight.T + mixer.decay.dt_bias).unflatten(-1, (h, width))) ** (1 / 16)
+        alpha = sigmoid((z @ mixer.decay_up.weight.T + mixer.forget.dt_bias).unflatten(-1, (h, width))) ** (1 / 16)
         y = torch.zeros_like(v)
         for i in range(t):
             for j in range(i + 1):
@@ -217,11 +217,11 @@ def expected_output(name, mixer, x):
         if name == "deltanet":
             alpha = torch.ones(b, t, h, 1, dtype=F64)
         elif name == "gdn":
-            alpha = torch.exp(-mixer.decay.A_log.exp() * softplus(z + mixer.decay.dt_bias))[..., None]
+            alpha = torch.exp(-mixer.forget.A_log.exp() * softplus(z + mixer.forget.dt_bias))[..., None]
         else:
-            z = (z @ mixer.decay_up.weight.T + mixer.decay.dt_bias).unflatten(-1, (h, width))
-            rate = mixer.decay.A_log.exp()[:, None]
-            alpha = torch.exp(-5 * sigmoid(rate * z) if mixer.decay.gate == "bounded" else -rate * softplus(z))
+            z = (z @ mixer.decay_up.weight.T + mixer.forget.dt_bias).unflatten(-1, (h, width))
+            rate = mixer.forget.A_log.exp()[:, None]
+            alpha = torch.exp(-5 * sigmoid(rate * z) if mixer.forget.gate == "bounded" else -rate * softplus(z))
         alpha, eye = alpha.expand(b, t, h, width), torch.eye(width, dtype=F64)
 
         def transition(i):
@@ -229,7 +229,7 @@ def expected_output(name, mixer, x):
             return erase @ torch.diag_embed(alpha[:, i])
 
         y = by_products(q, k, v, transition, lambda j: beta[:, j]) * scale
-    y = y / torch.sqrt((y**2).mean(-1, keepdim=True) + 1e-5) * mixer.norm.weight
+    y = y / torch.sqrt((y**2).mean(-1, keepdim=True) + 1e-5) * mixer.out_norm.weight
     if name == "kda":
         y = y * sigmoid(gate if mixer.gate_up is None else gate @ mixer.gate_up.weight.T).view_as(y)
     elif name != "deltanet":
@@ -285,7 +285,7 @@ def test_value_heads_share_the_queries_and_keys_of_their_group(t):
         keep = torch.cat([rows, torch.arange(2 * n, grouped.in_proj.out_features)])
         plain.in_proj.weight.copy_(grouped.in_proj.weight[keep])
         plain.conv.weight.copy_(grouped.conv.weight[:, keep[: plain.conv.weight.shape[1]]])
-        for name in ("decay.A_log", "decay.dt_bias", "norm.weight", "out.weight"):
+        for name in ("forget.A_log", "forget.dt_bias", "out_norm.weight", "out.weight"):
             plain.get_parameter(name).copy_(grouped.get_parameter(name))
     x = rand(2, t, D)
     torch.testing.assert_close(grouped(x)[0], plain(x)[0])
@@ -399,7 +399,7 @@ def test_decays_are_exempt_from_weight_decay():
     decayed, others = param_groups(member("kda"), 0.1)
     mixer = member("kda")
     names = {name for name, p in mixer.named_parameters() if p.dim() < 2}
-    assert names == {"decay.A_log", "decay.dt_bias", "norm.weight"}
+    assert names == {"forget.A_log", "forget.dt_bias", "out_norm.weight"}
     assert len(others["params"]) == 3
     assert len(decayed["params"]) == 5
 

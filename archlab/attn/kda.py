@@ -94,21 +94,25 @@ class KimiDeltaAttention(Mixer):
         self.v_head_dim = self.head_dim if v_head_dim is None else v_head_dim
         self.rope_dim = self.head_dim if rope_dim is None else rope_dim
         self.feature_map, self.rope_theta, self.chunk_size = feature_map, rope_theta, chunk_size
-        self.delta, self.beta_max, self.norm_kind, self.gate_act = delta, beta_max, norm, gate_act
-        self._check_sizes(conv_size, decay_rank)
+        self.conv_size, self.delta, self.beta_max = conv_size, delta, beta_max
+        self.decay, self.decay_gate, self.decay_floor = decay, decay_gate, decay_floor
+        self.decay_rank = self.head_dim if decay_rank is None else decay_rank
+        self.norm, self.norm_eps, self.gate, self.gate_act = norm, norm_eps, gate, gate_act
+        self._check_sizes()
         _check_choices(feature_map, decay, decay_gate, decay_floor, norm, gate, gate_act, beta_max)
 
         qkv, v_width = 2 * n_heads * self.head_dim + self.n_v_heads * self.v_head_dim, self.n_v_heads * self.v_head_dim
-        rank = decay_rank or self.head_dim
         self.decay_width = {"channel": self.head_dim, "scalar": 1, "fixed": 1, "none": 0}[decay]
-        decay_in = {"channel": rank, "scalar": self.n_v_heads, "fixed": 0, "none": 0}[decay]
+        decay_in = {"channel": self.decay_rank, "scalar": self.n_v_heads, "fixed": 0, "none": 0}[decay]
         gate_in = {"low_rank": self.v_head_dim, "full": v_width, "none": 0}[gate]
         self.splits = [qkv, self.n_v_heads if delta else 0, decay_in, gate_in]
         self.in_proj = nn.Linear(d_model, sum(self.splits), bias=False)
         self.conv = ShortConv(qkv, conv_size) if conv_size else None
-        self.decay_up = nn.Linear(rank, self.n_v_heads * self.head_dim, bias=False) if decay == "channel" else None
-        self.decay = _build_decay(decay, self.n_v_heads, self.decay_width, decay_gate, decay_floor)
-        self.norm = nn.RMSNorm(self.v_head_dim, eps=norm_eps) if norm == "rms" else None
+        self.decay_up = (
+            nn.Linear(self.decay_rank, self.n_v_heads * self.head_dim, bias=False) if decay == "channel" else None
+        )
+        self.forget = _build_decay(decay, self.n_v_heads, self.decay_width, decay_gate, decay_floor)
+        self.out_norm = nn.RMSNorm(self.v_head_dim, eps=norm_eps) if norm == "rms" else None
         self.gate_up = nn.Linear(self.v_head_dim, v_width, bias=False) if gate == "low_rank" else None
         self.out = nn.Linear(v_width, d_model, bias=False)
 
@@ -125,7 +129,7 @@ class KimiDeltaAttention(Mixer):
 
     @property
     def _memory_width(self) -> int:
-        return self.v_head_dim + (self.norm_kind == "sum")
+        return self.v_head_dim + (self.norm == "sum")
 
     def forward(self, x: Tensor, *, pos: Position = 0, state: KDAState | None = None) -> tuple[Tensor, Aux]:
         qkv, beta, z, gate = self.in_proj(x).split(self.splits, dim=-1)
@@ -155,21 +159,21 @@ class KimiDeltaAttention(Mixer):
         if self.n_v_heads != self.n_heads:
             qk = qk.repeat_interleave(self.n_v_heads // self.n_heads, dim=2)
         q, k = qk.chunk(2, dim=2)
-        if self.norm_kind == "sum":
+        if self.norm == "sum":
             v = pad(v, (0, 1), value=1.0)
         return q * self.head_dim**-0.5, k, v
 
     def _log_decay(self, z: Tensor) -> Tensor | None:
         """(b t rank), or (b t g), or (b t 0) -> (b t g k), or (b t g 1), or None."""
-        if self.decay is None:
+        if self.forget is None:
             return None
-        return self.decay(z if self.decay_up is None else self.decay_up(z))
+        return self.forget(z if self.decay_up is None else self.decay_up(z))
 
     def _finish(self, y: Tensor, gate: Tensor) -> Tensor:
         """Norm and gate: (b t g v) -> (b t g*v)."""
-        if self.norm is not None:
-            y = self.norm(y)
-        elif self.norm_kind == "sum":
+        if self.out_norm is not None:
+            y = self.out_norm(y)
+        elif self.norm == "sum":
             y = y[..., :-1] / (y[..., -1:] + SUM_EPS)
         y = y.flatten(2)
         if not self.splits[-1]:
@@ -187,7 +191,7 @@ class KimiDeltaAttention(Mixer):
         """Token by token, at any context."""
         return self.n_v_heads * recurrent_flops(self.head_dim, self._memory_width, delta=self.delta)
 
-    def _check_sizes(self, conv_size: int, decay_rank: int | None) -> None:
+    def _check_sizes(self) -> None:
         for name in ("n_heads", "head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)}: give a whole number of at least 1")
@@ -195,10 +199,10 @@ class KimiDeltaAttention(Mixer):
             raise UsageError(f"n_v_heads={self.n_v_heads} is not a multiple of n_heads={self.n_heads}; change one")
         if self.rope_dim % 2 or not 0 <= self.rope_dim <= self.head_dim:
             raise UsageError(f"rope_dim={self.rope_dim}: give an even number up to head_dim={self.head_dim}")
-        if conv_size < 0:
-            raise UsageError(f"conv_size={conv_size}: give the tokens that a convolution sees, or 0 for none")
-        if decay_rank is not None and decay_rank < 1:
-            raise UsageError(f"decay_rank={decay_rank}: give at least 1, or null for head_dim")
+        if self.conv_size < 0:
+            raise UsageError(f"conv_size={self.conv_size}: give the tokens that a convolution sees, or 0 for none")
+        if self.decay_rank < 1:
+            raise UsageError(f"decay_rank={self.decay_rank}: give at least 1, or null for head_dim")
         if self.chunk_size < 1 or self.chunk_size & (self.chunk_size - 1):
             raise UsageError(f"chunk_size={self.chunk_size}: chunks are halved down to tokens; give a power of two")
 
