@@ -194,7 +194,7 @@ def test_one_run_is_found_once(tmp_path):
     assert len(read([tmp_path, tmp_path / "00", tmp_path / "00" / "result.json"])) == 2
 
 
-@pytest.mark.parametrize("n", [3, 12, 24, 60])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 24, 60))])
 def test_names_in_the_picture_cover_neither_each_other_nor_a_point(tmp_path, monkeypatch, n):
     drawn = []
     save = Figure.savefig
