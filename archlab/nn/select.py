@@ -9,6 +9,7 @@ Shapes: b batch, t queries, g groups (one index query each), e index width, s ke
 
 import torch
 from torch import Tensor
+from torch.nn.functional import max_pool1d
 
 from archlab.mixer import Position
 from archlab.precision import widen, without_autocast
@@ -59,8 +60,8 @@ def query_positions(pos: Position, t: int, *, device: torch.device) -> Tensor:
 
 def block_scores(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     """q (b t g e), k (b n*block_size e) -> the largest product of each query with a key of each block (b t g n)."""
-    scores = q.flatten(1, 2) @ k.transpose(1, 2)
-    return scores.unflatten(-1, (-1, block_size)).amax(-1).unflatten(1, q.shape[1:3])
+    # Pooling, as amax over a short last axis is slow.
+    return max_pool1d(q.flatten(1, 2) @ k.mT, block_size).unflatten(1, q.shape[1:3])
 
 
 def _ranks(scores: Tensor) -> Tensor:
