@@ -2,10 +2,22 @@
 
 from archlab.interop.families.deepseek_v2 import DEEPSEEK_V2
 from archlab.interop.families.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V3_DENSE
+from archlab.interop.families.kimi_linear import KIMI_LINEAR, KIMI_LINEAR_DENSE
 from archlab.interop.families.llama import LLAMA
 from archlab.interop.families.mistral import MISTRAL
 from archlab.interop.families.mixtral import MIXTRAL
 from archlab.interop.families.qwen3 import QWEN3
 from archlab.interop.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = (LLAMA, MISTRAL, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3_DENSE, DEEPSEEK_V3, DEEPSEEK_V2)
+FAMILIES = (
+    LLAMA,
+    MISTRAL,
+    QWEN3,
+    MIXTRAL,
+    QWEN3_MOE,
+    DEEPSEEK_V3_DENSE,
+    DEEPSEEK_V3,
+    DEEPSEEK_V2,
+    KIMI_LINEAR_DENSE,
+    KIMI_LINEAR,
+)

@@ -1,0 +1,253 @@
+"""Kimi Linear (arXiv:2510.26692): delta attention and, in listed layers, latent attention without positions; experts as
+in DeepSeek-V3, or, where all layers are dense, SwiGLU.
+
+Shapes: h heads, c channels of the convolution, w its width in tokens.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from archlab.attn.kda import KimiDeltaAttention
+from archlab.attn.mla import MultiHeadLatentAttention
+from archlab.errors import UsageError
+from archlab.ffn.moe_deepseek import DeepSeekMoE
+from archlab.ffn.swiglu import SwiGLU
+from archlab.interop.families import deepseek
+from archlab.interop.families.common import DECODER, SWIGLU, UNREAD, swiglu_weights
+from archlab.interop.family import Family
+from archlab.interop.settings import PerLayer, Setting, collapse, expand, fixed, only, same
+from archlab.interop.weights import Weight, rows
+from archlab.interop.weights import same as same_weight
+
+MIXERS = {"linear_attention": "kda", "full_attention": "mla"}
+DENSE, SPARSE = "dense", "sparse"
+
+
+def _read_mixers(n_layers: int, layer_types: Sequence[str]) -> tuple:
+    for name in layer_types:
+        if name not in MIXERS:
+            raise UsageError(f"layer_types={list(layer_types)} (it has only {' and '.join(MIXERS)})")
+    return n_layers, collapse([MIXERS[name] for name in layer_types])
+
+
+def _write_mixers(n_layers: int, attn: str | PerLayer) -> tuple:
+    if attn == "kda":
+        raise UsageError(f"{attn=} (its cache needs a layer of mla to know the length)")
+    names = {ours: theirs for theirs, ours in MIXERS.items()}
+    return n_layers, [names[name] for name in expand(attn, n_layers)]
+
+
+def _write_heads(n_heads: int, head_dim: int, n_v_heads: int, v_head_dim: int, decay_rank: int) -> tuple:
+    for name, value, wanted in (
+        ("n_v_heads", n_v_heads, n_heads),
+        ("v_head_dim", v_head_dim, head_dim),
+        ("decay_rank", decay_rank, head_dim),
+    ):
+        if value != wanted:
+            raise UsageError(f"kda.{name}={value} (it has only that of the keys, {wanted})")
+    return n_heads, head_dim
+
+
+def _write_conv_size(conv_size: int) -> tuple:
+    if conv_size < 1:
+        raise UsageError(f"kda.conv_size={conv_size} (it always has a convolution)")
+    return (conv_size,)
+
+
+def _write_norm_eps(model_eps: float, kda_eps: float) -> tuple:
+    if model_eps != kda_eps:
+        raise UsageError(
+            f"kda.norm_eps={kda_eps!r} (it has one epsilon for all norms, here model.norm_eps={model_eps!r})"
+        )
+    return (model_eps,)
+
+
+def _without_effect(ours: str, value: Any) -> Setting:
+    """A setting of archlab's that does not change what such a model computes; `value` is that of one from there."""
+    return Setting((), (ours,), lambda: (value,), lambda _: (), per_layer=True)
+
+
+KDA = (
+    Setting(
+        ("linear_num_heads", "linear_head_dim"),
+        ("kda.n_heads", "kda.head_dim", "kda.n_v_heads", "kda.v_head_dim", "kda.decay_rank"),
+        lambda n_heads, head_dim: (n_heads, head_dim, n_heads, head_dim, head_dim),
+        _write_heads,
+    ),
+    Setting(("linear_conv_kernel_dim",), ("kda.conv_size",), lambda size: (size,), _write_conv_size),
+    Setting(("rms_norm_eps",), ("model.norm_eps", "kda.norm_eps"), lambda eps: (eps, eps), _write_norm_eps),
+    only("kda.feature_map", "l2"),
+    only("kda.rope_dim", 0),
+    only("kda.delta", True),
+    only("kda.beta_max", 1.0),
+    only("kda.decay", "channel"),
+    only("kda.decay_gate", "softplus"),
+    only("kda.norm", "rms"),
+    only("kda.gate", "low_rank"),
+    only("kda.gate_act", "sigmoid"),
+    _without_effect("kda.rope_theta", 10_000.0),
+    _without_effect("kda.decay_floor", -5.0),
+    _without_effect("kda.chunk_size", 32),
+)
+MLA = (
+    *(setting for setting in deepseek.MLA if not {"attn", "mla.rope", "mla.rope_theta"} & set(setting.ours)),
+    only("mla.rope", False),
+    _without_effect("mla.rope_theta", 10_000.0),
+)
+STACK = (
+    *DECODER,
+    fixed("tie_word_embeddings", False),  # which its code does not look at
+    only("model.tied", False),
+    *KDA,
+    *MLA,
+    Setting(
+        ("num_hidden_layers", "layer_types"), ("model.n_layers", "attn"), _read_mixers, _write_mixers, per_layer=True
+    ),
+)
+UNREAD_BY_BOTH = (
+    *(name for name in UNREAD if name != "max_position_embeddings"),
+    *deepseek.MLA_UNREAD,
+    *deepseek.OLD_UNREAD,
+    "model_max_length",
+    "linear_attn_config",  # which the settings above spell out
+    "first_k_dense_replace",  # which `mlp_layer_types` spells out
+    "num_nextn_predict_layers",  # of layers that a causal language model does not have
+    "rope_parameters",  # of a rotation that it does not have
+    "rope_scaling",
+    "rope_theta",
+)
+SPELLED_OUT = {
+    "mla_use_nope": True,
+    "moe_layer_freq": 1,
+    "moe_router_activation_func": "sigmoid",
+    "use_grouped_topk": True,
+}
+
+
+def _kda_weights(mixer: KimiDeltaAttention, config: Mapping[str, Any]) -> Iterable[Weight]:
+    width, rank = mixer.n_heads * mixer.head_dim, mixer.head_dim
+    parts = {"q_proj": width, "k_proj": width, "v_proj": width, "b_proj": mixer.n_heads}
+    parts |= {"forget_gate.f_a_proj": rank, "g_a_proj": rank}
+    yield rows("in_proj.weight", {f"self_attn.{name}.weight": n for name, n in parts.items()})
+    yield Weight(  # (w c), there (c 1 w)
+        "conv.weight",
+        ("self_attn.conv1d.weight",),
+        lambda tensor: [tensor.mT[:, None]],
+        lambda tensors: tensors[0][:, 0].mT,
+    )
+    yield same_weight("decay_up.weight", "self_attn.forget_gate.f_b_proj.weight")
+    yield Weight(  # (h), there (1 1 h 1)
+        "forget.A_log",
+        ("self_attn.forget_gate.A_log",),
+        lambda tensor: [tensor.view(1, 1, -1, 1)],
+        lambda tensors: tensors[0].flatten(),
+    )
+    yield same_weight("forget.dt_bias", "self_attn.forget_gate.dt_bias")
+    yield same_weight("out_norm.weight", "self_attn.o_norm.weight")
+    yield same_weight("gate_up.weight", "self_attn.g_b_proj.weight")
+    yield same_weight("out.weight", "self_attn.o_proj.weight")
+
+
+def _moe_weights(ffn: DeepSeekMoE, config: Mapping[str, Any]) -> Iterable[Weight]:
+    yield from deepseek.moe_weights(ffn, config)
+    if not ffn.is_dense:
+        yield same_weight("selection_bias", "mlp.gate.e_score_correction_bias")
+
+
+MIXER_WEIGHTS = {
+    KimiDeltaAttention: _kda_weights,
+    MultiHeadLatentAttention: lambda mixer, config: deepseek.mla_weights(mixer),
+}
+
+
+def _read_dense(n_layers: int, layer_types: Sequence[str]) -> tuple:
+    n_dense = next((i for i, name in enumerate(layer_types) if name != DENSE), n_layers)
+    if list(layer_types) != _layer_types(n_layers, n_dense):
+        raise UsageError(f"mlp_layer_types={list(layer_types)} (it has only dense layers, then sparse ones)")
+    return n_layers, n_dense
+
+
+def _layer_types(n_layers: int, n_dense: int) -> list[str]:
+    return [DENSE if i < n_dense else SPARSE for i in range(n_layers)]
+
+
+def _write_groups(n_experts: int, n_groups: int, top_k_groups: int, group_score: str) -> tuple:
+    if n_groups > 1 and group_score != "top2":
+        raise UsageError(f"moe_deepseek.group_score={group_score!r} (it has only 'top2')")
+    if n_experts // n_groups < 2:
+        raise UsageError(f"moe_deepseek.n_groups={n_groups} (it needs two experts or more in a group)")
+    return n_experts, n_groups, top_k_groups
+
+
+KIMI_LINEAR = Family(
+    "kimi_linear",
+    settings=(
+        *STACK,
+        Setting(
+            ("num_hidden_layers", "mlp_layer_types"),
+            ("model.n_layers", "moe_deepseek.first_dense"),
+            _read_dense,
+            lambda n_layers, n_dense: (n_layers, _layer_types(n_layers, n_dense)),
+        ),
+        Setting(
+            ("num_experts", "num_expert_group", "topk_group"),
+            (
+                "moe_deepseek.n_experts",
+                "moe_deepseek.n_groups",
+                "moe_deepseek.top_k_groups",
+                "moe_deepseek.group_score",
+            ),
+            lambda n_experts, n_groups, top_k_groups: (n_experts, n_groups, top_k_groups, "top2"),
+            _write_groups,
+        ),
+        same("num_experts_per_token", "moe_deepseek.top_k"),
+        same("num_shared_experts", "moe_deepseek.n_shared"),
+        same("moe_intermediate_size", "moe_deepseek.d_expert"),
+        same("intermediate_size", "moe_deepseek.d_ff"),
+        same("routed_scaling_factor", "moe_deepseek.routed_scaling"),
+        same("moe_renormalize", "moe_deepseek.norm_topk_prob"),
+        fixed("output_router_logits", False),
+        only("moe_deepseek.scoring", "sigmoid"),
+        only("ffn", "moe_deepseek"),
+    ),
+    weights=MIXER_WEIGHTS | {DeepSeekMoE: _moe_weights},
+    unread=UNREAD_BY_BOTH,
+    spelled_out=SPELLED_OUT,
+    training=deepseek.MOE_TRAINING,
+)
+
+
+def _read_all_dense(n_layers: int, layer_types: Sequence[str]) -> tuple:
+    if SPARSE in layer_types:
+        raise UsageError(f"mlp_layer_types={list(layer_types)} (which leaves layers of experts)")
+    return (n_layers,)
+
+
+KIMI_LINEAR_DENSE = Family(
+    "kimi_linear",
+    settings=(
+        *STACK,
+        *SWIGLU,
+        Setting(
+            ("num_hidden_layers", "mlp_layer_types"),
+            ("model.n_layers",),
+            _read_all_dense,
+            lambda n_layers: (n_layers, [DENSE] * n_layers),
+        ),
+        only("ffn", "swiglu"),
+    ),
+    weights=MIXER_WEIGHTS | {SwiGLU: swiglu_weights},
+    unread=(
+        *UNREAD_BY_BOTH,
+        "moe_intermediate_size",
+        "moe_renormalize",
+        "num_expert_group",
+        "num_experts",
+        "num_experts_per_token",
+        "num_shared_experts",
+        "output_router_logits",
+        "routed_scaling_factor",
+        "topk_group",
+    ),
+    spelled_out=SPELLED_OUT,
+)
