@@ -6,6 +6,7 @@ stand in one table; a ranking takes two seeds of a variant at least; runs that d
 
 import argparse
 import csv
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -145,7 +146,12 @@ def read(folders: Iterable[Path]) -> list[Run]:
         if not folder.exists():
             raise UsageError(f"there is no {folder}: give a folder that runs have written")
         paths |= {folder} if folder.is_file() else set(folder.rglob(record.RESULT))
-    return [Run(path, record.read(path)) for path in sorted(paths)]
+    return [Run(path, record.read(path)) for path in sorted(paths, key=_natural)]
+
+
+def _natural(path: Path) -> list[int | str]:
+    """A sorting key by which 2 comes before 10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def compare(runs: Sequence[Run], context: int = CONTEXT) -> list[Comparison]:

@@ -189,6 +189,13 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path, capsys):
         read([tmp_path])
 
 
+def test_cells_come_in_the_order_of_their_numbers(tmp_path):
+    for name in ("10-b", "9-a", "2-c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(json.dumps(make()))
+    assert [run.path.parent.name for run in read([tmp_path])] == ["2-c", "9-a", "10-b"]
+
+
 def test_one_run_is_found_once(tmp_path):
     leave(tmp_path, make(), make(seed=1))
     assert len(read([tmp_path, tmp_path / "00", tmp_path / "00" / "result.json"])) == 2
