@@ -20,7 +20,7 @@ from archlab.errors import UsageError
 from archlab.mixer import Aux, Position
 from archlab.nn.align import block_recall, prefix_divergence
 from archlab.nn.attention import append, causal_attention
-from archlab.nn.norm import RMSNorm
+from archlab.nn.norm import build_norm
 from archlab.nn.rope import rotate_
 from archlab.nn.select import select_blocks
 from archlab.nn.sparse import gathered_attention, tiled_attention
@@ -40,11 +40,11 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
 
     Args:
         n_heads, n_kv_heads, head_dim, qk_norm, rope_dim, rope_theta: of the attention, as in grouped-query attention.
-        norm_eps: epsilon of all norms over queries and keys.
+        norm, norm_eps: kind ("rms", or "gemma", times 1 + weight) and epsilon of all norms over queries and keys.
         block_size: B, consecutive tokens chosen together.
         top_k_blocks: k, blocks that a query of a group attends to; its own, always chosen, is one of them.
         d_index: e, width of the index queries and keys.
-        index_norm: RMSNorm over each index query and key, as in the released MiniMax-M3 (the paper shows none).
+        index_norm: a norm over each index query and key, as in the released MiniMax-M3 (the paper shows none).
         index_rope_dim: channels of them that rotate, as there (the paper shows none); None means all, 0 none. Without
             rotation, equal tokens in a first layer score equally wherever they stand.
         kl_coef: weight of the divergence loss.
@@ -68,6 +68,7 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
         rope_theta: float = 10_000.0,
         index_norm: bool = False,
         index_rope_dim: int | None = None,
+        norm: str = "rms",
         norm_eps: float = 1e-5,
         kl_coef: float = 1.0,
         warmup: float = 0.0,
@@ -80,15 +81,16 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
             qk_norm=qk_norm,
             rope_dim=rope_dim,
             rope_theta=rope_theta,
+            norm=norm,
             norm_eps=norm_eps,
         )
         self.block_size, self.top_k_blocks, self.d_index = block_size, top_k_blocks, d_index
         self.index_rope_dim = d_index if index_rope_dim is None else index_rope_dim
-        self.kl_coef, self.warmup = kl_coef, warmup
+        self.index_norm, self.kl_coef, self.warmup = index_norm, kl_coef, warmup
         _check_sizes(block_size, top_k_blocks, d_index, self.index_rope_dim, warmup)
         self.index = nn.Linear(d_model, (self.n_kv_heads + 1) * d_index, bias=False)
-        self.index_q_norm = RMSNorm(d_index, eps=norm_eps) if index_norm else None
-        self.index_k_norm = RMSNorm(d_index, eps=norm_eps) if index_norm else None
+        self.index_q_norm = build_norm(norm, d_index, norm_eps) if index_norm else None
+        self.index_k_norm = build_norm(norm, d_index, norm_eps) if index_norm else None
         self.dense = False
         self._recall: Tensor | None = None
 
@@ -121,14 +123,14 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
     ) -> tuple[Tensor, Aux]:
         """q (b h t c) over the chosen blocks of kv (b 2g s c) -> (b h t c), and the index branch's loss."""
         k, v = kv.chunk(2, dim=1)
-        length, learns = k.shape[2], self.training and state is None
-        if self.dense or self._sees_all(length):
+        learns = self.training and state is None
+        if self.dense or self._sees_all(k.shape[2]):
             y = causal_attention(q, k, v, pos=pos)
             divergence = prefix_divergence(*index, q, k) if learns else None
             return y, self._learn(divergence, index, q, k)
         blocks = select_blocks(*index, pos, block_size=self.block_size, top_k=self.top_k_blocks)
-        if self._gathers(q.shape[2], length, pos):
-            return gathered_attention(q, state.kv, blocks, pos, length=length, block_size=self.block_size), {}
+        if self._gathers(q.shape[2], k.shape[2], pos):
+            return gathered_attention(q, state.kv, blocks, pos, length=k.shape[2], block_size=self.block_size), {}
         follow = index if learns else None
         y, divergence = tiled_attention(q, k, v, blocks, pos, block_size=self.block_size, index=follow)
         return y, self._learn(divergence, index, q, k)
