@@ -4,6 +4,7 @@ import pytest
 import torch
 from commands import Commands
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +14,7 @@ def _clean_slate():
     torch.set_num_threads(1)
     yield
     GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
 
 
 @pytest.fixture

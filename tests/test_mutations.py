@@ -169,7 +169,7 @@ FAULTS = [
     ),
     Fault(
         "decoding attends to everything",
-        "attn/msa.py", "if self.dense or self._sees_all(k.shape[2]):", "if self.dense or state is not None or self._sees_all(k.shape[2]):",
+        "attn/msa.py", "if self.dense or self._sees_all(length):", "if self.dense or state is not None or self._sees_all(length):",
         "cached_equals_full", attn="msa",
     ),
     Fault(
@@ -179,7 +179,7 @@ FAULTS = [
     ),
     Fault(
         "no loss for the index branch",
-        "attn/msa.py", "learns = self.training and state is None", "learns = False",
+        "attn/msa.py", "length, learns = k.shape[2], self.training and state is None", "length, learns = k.shape[2], False",
         "gradients", attn="msa",
     ),
     Fault(
