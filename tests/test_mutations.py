@@ -169,7 +169,7 @@ FAULTS = [
     ),
     Fault(
         "decoding attends to everything",
-        "attn/msa.py", "if self.dense or self._sees_all(length):", "if self.dense or state is not None or self._sees_all(length):",
+        "attn/msa.py", "if self.dense or ", "if self.dense or state is not None or ",
         "cached_equals_full", attn="msa",
     ),
     Fault(
@@ -179,7 +179,7 @@ FAULTS = [
     ),
     Fault(
         "no loss for the index branch",
-        "attn/msa.py", "length, learns = k.shape[2], self.training and state is None", "length, learns = k.shape[2], False",
+        "attn/msa.py", "self.training and state is None", "False",
         "gradients", attn="msa",
     ),
     Fault(
