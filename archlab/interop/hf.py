@@ -6,6 +6,7 @@ initialisation, the coefficients of auxiliary losses, and the experts' load with
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -138,3 +139,9 @@ def _transformers():
     except ImportError as error:
         raise UsageError("Transformers is not installed: pip install 'archlab[hf]'") from error
     return transformers
+
+
+if __name__ == "__main__":
+    from archlab.interop.run_folder import main  # which imports this file
+
+    sys.exit(main())
