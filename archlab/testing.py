@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -324,6 +324,37 @@ def _expect_gradients(model: LM, loss: Tensor, name: str, aux_only: dict[str, st
         )
 
 
+def check_gradient_values(variant: Variant) -> None:
+    """The gradient of the language-model loss is that of the loss: along a random direction of each parameter it is the
+    central difference. Chosen blocks and experts are the same on both sides of so small a step."""
+    model = variant.build().train()
+    model.after_step(1.0)
+    x = tokens(2, LENGTH + 1)
+
+    def loss() -> Tensor:
+        return cross_entropy(model(x[:, :-1])[0].flatten(0, 1), x[:, 1:].flatten())
+
+    parameters = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss(), list(parameters.values()), allow_unused=True)
+    for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
+        direction, step = torch.randn_like(parameter), 1e-6
+        with torch.no_grad():
+            ahead, behind = (_shifted(loss, parameter, sign * step * direction) for sign in (1, -1))
+        slope = 0.0 if grad is None else (grad * direction).sum().item()
+        difference = (ahead - behind) / (2 * step)
+        scale = 1e-3 if grad is None else 1e-3 + grad.norm().item()
+        assert abs(slope - difference) <= 1e-5 * scale, f"{name}: gradient {slope:.8g}, difference {difference:.8g}"
+
+
+def _shifted(loss: Callable[[], Tensor], parameter: nn.Parameter, shift: Tensor) -> float:
+    """The loss with a parameter moved by `shift`; it is put back."""
+    kept = parameter.clone()
+    parameter.add_(shift)
+    value = loss().item()
+    parameter.copy_(kept)
+    return value
+
+
 def check_auxiliary_losses(variant: Variant) -> None:
     """Auxiliary losses are finite scalars with a gradient in training, and none are computed in evaluation."""
     model = variant.build()
@@ -418,6 +449,7 @@ CHECKS = [
     check_causality,
     check_rows_are_independent,
     check_gradients,
+    check_gradient_values,
     check_auxiliary_losses,
     check_training_forward,
     check_after_step,

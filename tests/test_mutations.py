@@ -163,6 +163,26 @@ FAULTS = [
         "extremes", attn="kda",
     ),
     Fault(
+        "the gradient of a whole chunk's decay is forgotten",
+        "nn/chunk_ops.py", "(kept * k).sum(1) + d_whole * since[:, -1]", "(kept * k).sum(1)",
+        "gradient_values", attn="kda",
+    ),
+    Fault(
+        "the gradient of attention over tiles forgets what the softmax sums to",
+        "nn/sparse.py", ".sub_(take(dot, rows)).mul_(weights)", ".mul_(weights)",
+        "gradient_values", attn="msa",
+    ),
+    Fault(
+        "the gradient of the convolution is one token off",
+        "nn/conv.py", "d_x[:, j : j + t].addcmul_(d_y, w[j])", "d_x[:, j : j + t].addcmul_(d_y, w[-1 - j])",
+        "gradient_values", attn="gdn",
+    ),
+    Fault(
+        "experts trained by rows that are not theirs",
+        "nn/experts.py", "return rows.index_select(0, place).unflatten", "return rows.index_select(0, order).unflatten",
+        "cached_equals_full", ffn="moe",
+    ),
+    Fault(
         "blocks of the future can be chosen",
         "nn/select.py", "device=q.device) >= own, _LOWEST)", "device=q.device) > own + 1, _LOWEST)",
         "causality", attn="msa",
