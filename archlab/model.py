@@ -42,7 +42,7 @@ class LM(nn.Module):
         vocab_size: number of token ids.
         attn, ffn: factories of one layer's mixer and FFN: called with `d_model`, and with `layer_idx` and `n_layers` if
             their signatures name them.
-        norm: "rms" or "layer".
+        norm: "rms", "gemma" (rms times 1 + weight) or "layer".
         positions: "none" beside those of the attention plugin, or "learned": a table of `max_positions` rows.
         tied: the head shares the embedding's weight.
         init_std: standard deviation of all linear and embedding weights; those that write into the residual stream are

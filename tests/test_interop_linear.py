@@ -26,13 +26,17 @@ from test_interop_hf import (
     widened,
 )
 
+from archlab.attn.gqa import GroupedQueryAttention
 from archlab.attn.kda import KimiDeltaAttention
 from archlab.attn.mla import MultiHeadLatentAttention
+from archlab.attn.msa import MiniMaxSparseAttention
 from archlab.errors import UsageError
 from archlab.ffn.moe_deepseek import DeepSeekMoE
 from archlab.ffn.swiglu import SwiGLU
 from archlab.interop import hf
 from archlab.model import build_model
+from archlab.nn.glu import glu
+from archlab.nn.norm import build_norm
 from archlab.plugins import load
 
 transformers = pytest.importorskip("transformers", reason="needs the extra archlab[hf]")
@@ -71,6 +75,50 @@ CASES = {
     ),
     "kimi_linear-unshared": ("kimi_linear", KIMI | {"mlp_layer_types": ["sparse"] * LAYERS, "num_shared_experts": 0}),
     "kimi_linear-dense": ("kimi_linear", KIMI | {"mlp_layer_types": ["dense"] * LAYERS}),
+}
+
+M3 = {name: value for name, value in DECODER.items() if name != "intermediate_size"} | {
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.6},
+    "intermediate_size": 18,
+    "shared_intermediate_size": 36,
+    "dense_intermediate_size": 50,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.7,
+    "swiglu_limit": 0.8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_block_size": 5,
+    "index_topk_blocks": 3,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+M3_TYPE = "minimax_m3_vl_text"
+CASES |= {
+    M3_TYPE: (M3_TYPE, M3),
+    f"{M3_TYPE}-sparse-tied": (
+        M3_TYPE,
+        M3
+        | {
+            "layer_types": ["minimax_m3_sparse"] * LAYERS,
+            "mlp_layer_types": ["sparse"] * LAYERS,
+            "tie_word_embeddings": True,
+            "shared_intermediate_size": 18,
+            "index_head_dim": 6,
+            "index_topk_blocks": 2,
+        },
+    ),
+    f"{M3_TYPE}-full": (
+        M3_TYPE,
+        M3
+        | {
+            "layer_types": ["full_attention"] * LAYERS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 9.0},
+            "index_head_dim": 10,
+        },
+    ),
 }
 
 
@@ -117,6 +165,19 @@ OURS = {
     "kimi_linear": (kimi, partial(deepseek, n_groups=4, top_k_groups=2, routed_scaling=1.7), {"tied": False}),
     "kimi_linear-dense": (kimi, swiglu, {"tied": False}),
     "kimi_linear-all-mla": (partial(mla, q_lora_rank=12), deepseek, {"tied": False}),
+}
+
+heads = {"n_heads": 6, "n_kv_heads": 3, "head_dim": 10, "rope_dim": 4, "qk_norm": True, "norm": "gemma"}
+gqa = partial(GroupedQueryAttention, **heads)
+index = {"block_size": 4, "top_k_blocks": 3, "d_index": 8, "index_norm": True, "index_rope_dim": 4}
+msa = partial(MiniMaxSparseAttention, **heads, **index)
+clamped = partial(deepseek, limit=0.7, n_shared=2, routed_scaling=1.3)
+gemma = {"norm": "gemma", "tied": False}
+
+OURS |= {
+    M3_TYPE: (mixed("a", "b", "b", a=gqa, b=msa), clamped, gemma),
+    f"{M3_TYPE}-sparse": (msa, partial(clamped, first_dense=0), {"norm": "gemma"}),
+    f"{M3_TYPE}-full": (gqa, clamped, gemma),
 }
 
 
@@ -178,6 +239,13 @@ def test_the_released_file_of_kimi_linear_is_read():
         ("kimi_linear", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
         ("kimi_linear", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
         ("kimi_linear-dense", {"hidden_act": "gelu"}),
+        (M3_TYPE, {"swiglu_alpha": 1.0}),
+        (M3_TYPE, {"index_n_heads": 1}),
+        (M3_TYPE, {"index_head_dim": 4}),
+        (M3_TYPE, {"index_local_blocks": 2}),
+        (M3_TYPE, {"shared_intermediate_size": 20}),
+        (M3_TYPE, {"router_jitter_noise": 0.1}),
+        (M3_TYPE, {"output_router_logits": True}),
     ],
 )
 def test_a_setting_without_words_for_it_is_refused_by_name(name, change):
@@ -217,3 +285,61 @@ def test_a_setting_that_no_family_has_is_refused_by_name(named, attn, ffn):
 def test_a_head_tied_to_the_embedding_is_refused():
     with pytest.raises(UsageError, match=r"kimi_linear cannot express model\.tied=True"):
         hf.to_hf(ours(kimi, swiglu))
+
+
+@pytest.mark.parametrize(
+    ("named", "attn", "ffn"),
+    [
+        ("msa.index_norm=False", partial(msa, index_norm=False), clamped),
+        ("msa.index_rope_dim=2", partial(msa, index_rope_dim=2), clamped),
+        ("msa.norm='rms'", partial(msa, norm="rms"), clamped),
+        ("msa.qk_norm=False", partial(msa, qk_norm=False), clamped),
+        ("msa.norm_eps=0.1", partial(msa, norm_eps=0.1), clamped),
+        ("msa.rope_theta=9.0", mixed("a", "b", "b", a=gqa, b=partial(msa, rope_theta=9.0)), clamped),
+        ("msa.n_kv_heads=2", mixed("a", "b", "b", a=gqa, b=partial(msa, n_kv_heads=2)), clamped),
+        ("gqa.window=7", mixed("a", "b", "b", a=partial(gqa, window=7), b=msa), clamped),
+        ("gqa.out_gate=True", mixed("a", "b", "b", a=partial(gqa, out_gate=True), b=msa), clamped),
+        ("moe_deepseek.limit=None", msa, deepseek),
+        ("moe_deepseek.scoring='softmax'", msa, partial(clamped, scoring="softmax")),
+        ("moe_deepseek.n_groups=4", msa, partial(clamped, n_groups=4, top_k_groups=2)),
+        ("moe_deepseek.shared_gate=True", msa, partial(clamped, shared_gate=True)),
+    ],
+)
+def test_a_setting_that_minimax_m3_does_not_have_is_refused_by_name(named, attn, ffn):
+    with pytest.raises(UsageError, match=f"{M3_TYPE} cannot express {re.escape(named)}"):
+        hf.to_hf(ours(attn, ffn, **gemma))
+
+
+def test_norms_times_one_plus_weight():
+    x, norm = torch.randn(3, 7, dtype=F64), build_norm("gemma", 7, 1e-3).double()
+    plain = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    torch.testing.assert_close(norm(x), plain)
+    with torch.no_grad():
+        norm.weight.normal_()
+    torch.testing.assert_close(norm(x), plain * (1 + norm.weight))
+    assert norm(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_clamped_swiglu():
+    values = torch.linspace(-3, 3, 25, dtype=F64)
+    gates, ups = values.clamp(max=1), values.clamp(-1, 1)
+    expected = gates / (1 + (-1.702 * gates).exp()) * (ups[:, None] + 1)
+    torch.testing.assert_close(glu(values.expand(25, 25), values[:, None].expand(25, 25), 1.0), expected)
+
+
+def test_gates_on_the_output_of_attention_and_of_shared_experts():
+    x = torch.randn(2, 9, D, dtype=F64)
+    mixer = partial(gqa, out_gate=True)(D).double()
+    pre = []
+    handle = mixer.out.register_forward_pre_hook(lambda _, args: pre.append(args[0]))
+    mixer(x)
+    gate, mixer.gate = mixer.gate, None
+    mixer(x)
+    handle.remove()
+    torch.testing.assert_close(pre[0], pre[1] * torch.sigmoid(x @ gate.weight.T))
+    ffn = partial(deepseek, shared_gate=True, first_dense=0)(D, layer_idx=0).double().eval()
+    gated = ffn(x)[0]
+    gate, ffn.gate = ffn.gate, None
+    torch.testing.assert_close(gated, ffn(x)[0] - ffn.shared(x)[0] * torch.sigmoid(-x @ gate.weight.T))
+    with pytest.raises(UsageError, match="shared_gate=true"):
+        partial(deepseek, shared_gate=True, n_shared=0)(D, layer_idx=0)

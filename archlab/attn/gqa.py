@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from archlab.errors import UsageError
 from archlab.mixer import Aux, Mixer, Position, State
 from archlab.nn.attention import append, causal_attention, last_position
-from archlab.nn.norm import RMSNorm
+from archlab.nn.norm import build_norm
 from archlab.nn.rope import rotate_
 
 
@@ -42,10 +42,12 @@ class GroupedQueryAttention(Mixer):
     Args:
         n_heads, n_kv_heads: query and KV heads; None means as many KV heads as query heads.
         head_dim: width of a head; None means d_model / n_heads.
-        qk_norm: RMSNorm over each head's query and key before the rotation (Qwen3), with epsilon `norm_eps`.
+        qk_norm: a norm over each head's query and key before the rotation (Qwen3), with epsilon `norm_eps`.
+        norm: its kind: "rms", or "gemma" (times 1 + weight).
         rope_dim: how many channels of a head rotate; None means all, 0 none (NoPE).
         rope_theta: base of the rotation's wavelengths.
         window: tokens that a query sees, its own among them; None means all.
+        out_gate: multiply the output of attention by the sigmoid of a projection of the input (arXiv:2505.06708).
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class GroupedQueryAttention(Mixer):
         rope_dim: int | None = None,
         rope_theta: float = 10_000.0,
         window: int | None = None,
+        norm: str = "rms",
         norm_eps: float = 1e-5,
+        out_gate: bool = False,
     ):
         super().__init__()
         self.n_heads = n_heads
@@ -67,14 +71,15 @@ class GroupedQueryAttention(Mixer):
         self.head_dim = width_of_head(d_model, n_heads) if head_dim is None else head_dim
         self.rope_dim = self.head_dim if rope_dim is None else rope_dim
         self.rope_theta, self.window = rope_theta, window
-        self.qk_norm, self.norm_eps = qk_norm, norm_eps
+        self.qk_norm, self.norm, self.norm_eps, self.out_gate = qk_norm, norm, norm_eps, out_gate
         check_heads(self.n_heads, self.n_kv_heads, self.head_dim, self.rope_dim)
         if window is not None and window < 1:
             raise UsageError(f"window={window}: a query must at least see its own token; give 1 or more, or null")
         self.qkv = nn.Linear(d_model, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(self.n_heads * self.head_dim, d_model, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
+        self.gate = nn.Linear(d_model, self.n_heads * self.head_dim, bias=False) if out_gate else None
+        self.q_norm = build_norm(norm, self.head_dim, norm_eps) if qk_norm else None
+        self.k_norm = build_norm(norm, self.head_dim, norm_eps) if qk_norm else None
 
     def init_state(self, batch: int, max_len: int, *, device: torch.device, dtype: torch.dtype) -> KVState:
         slots = max_len if self.window is None else min(max_len, self.window)
@@ -88,7 +93,8 @@ class GroupedQueryAttention(Mixer):
             y = self._attend(q, append(state.kv, kv, pos), pos)
         else:
             y = self._attend_ring(q, kv, pos, state)
-        return self.out(y.transpose(1, 2).flatten(2)), {}
+        y = y.transpose(1, 2).flatten(2)
+        return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x))), {}
 
     def project(self, x: Tensor, pos: Position) -> tuple[Tensor, Tensor]:
         """x (b t d) -> queries (b h t c) and keys-then-values (b 2g t c), normed and rotated."""

@@ -7,7 +7,7 @@ Shapes: b batch, t tokens, d model width, e routed experts in g groups, k of the
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from archlab.errors import UsageError
 from archlab.ffn.moe import check_experts, expert_width
@@ -32,6 +32,8 @@ class DeepSeekMoE(FFN):
         group_score: a group is worth the sum of its two best experts (DeepSeek-V3), or its best one (DeepSeek-V2).
         norm_topk_prob: divide the weights by their sum.
         routed_scaling: factor of the weights: the sum of k experts is smaller than one expert's output.
+        shared_gate: multiply the output of the shared experts by the sigmoid of a projection of the input (Qwen2-MoE).
+        limit: of the clamped SwiGLU in all experts and dense layers (`nn/glu.py`); None: the plain one.
         bias_rate: step of the selection bias.
         balance_coef: coefficient of the balance loss within each sequence; 0 leaves it out.
     """
@@ -53,6 +55,8 @@ class DeepSeekMoE(FFN):
         group_score: Literal["top2", "max"] = "top2",
         norm_topk_prob: bool = True,
         routed_scaling: float = 1.0,
+        shared_gate: bool = False,
+        limit: float | None = None,
         bias_rate: float = 0.001,
         balance_coef: float = 0.0001,
     ):
@@ -60,20 +64,24 @@ class DeepSeekMoE(FFN):
         check_experts(n_experts, top_k)
         _check_groups(n_experts, top_k, n_groups, top_k_groups)
         _check_names(scoring, group_score)
+        if shared_gate and not n_shared:
+            raise UsageError("shared_gate=true gates shared experts; give n_shared of at least 1")
         self.n_experts, self.top_k, self.n_shared = n_experts, top_k, n_shared
         self.n_groups, self.top_k_groups = n_groups, top_k_groups
         self.scoring, self.group_score = scoring, group_score
         self.norm_topk_prob, self.routed_scaling = norm_topk_prob, routed_scaling
+        self.shared_gate, self.limit = shared_gate, limit
         self.bias_rate, self.balance_coef = bias_rate, balance_coef
         self.first_dense, self.is_dense = first_dense, layer_idx < first_dense
         self.d_ff = swiglu_width(d_model) if d_ff is None else d_ff
         self.d_expert = expert_width(d_model, top_k + n_shared) if d_expert is None else d_expert
         shared_width = self.d_ff if self.is_dense else n_shared * self.d_expert
-        self.shared = SwiGLU(d_model, d_ff=shared_width) if self.is_dense or n_shared else None
+        self.shared = SwiGLU(d_model, d_ff=shared_width, limit=limit) if self.is_dense or n_shared else None
         if self.is_dense:
             return
         self.router = Router(d_model, n_experts)
-        self.experts = Experts(d_model, d_expert=self.d_expert, n_experts=n_experts, top_k=top_k)
+        self.gate = nn.Linear(d_model, 1, bias=False) if shared_gate else None
+        self.experts = Experts(d_model, d_expert=self.d_expert, n_experts=n_experts, top_k=top_k, limit=limit)
         self.load = Load(n_experts)
         self.register_buffer("selection_bias", torch.zeros(n_experts))
 
@@ -84,7 +92,8 @@ class DeepSeekMoE(FFN):
         weights, chosen = self.choose(scores)
         y = self.experts(x, weights, chosen)
         if self.shared is not None:
-            y = y + self.shared(x)[0]
+            shared = self.shared(x)[0]
+            y = y + (shared if self.gate is None else shared * torch.sigmoid(self.gate(x)))
         return y, self._losses(scores, chosen) if self.training else {}
 
     def score(self, logits: Tensor) -> Tensor:

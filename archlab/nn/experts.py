@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.amp import is_autocast_available
-from torch.nn.functional import grouped_mm, linear, silu
+from torch.nn.functional import grouped_mm, linear
 
+from archlab.nn.glu import glu
 from archlab.precision import without_autocast
 
 
@@ -68,10 +69,14 @@ def grouped_mm_takes(weight: Tensor) -> bool:
 
 
 class Experts(nn.Module):
-    """SwiGLU experts of width f: y = sum over a token's k experts of weight * W_out (silu(W_gate x) * W_up x)."""
+    """SwiGLU experts of width f: y = sum over a token's k experts of weight * W_out (silu(W_gate x) * W_up x).
 
-    def __init__(self, d_model: int, *, d_expert: int, n_experts: int, top_k: int):
+    limit: that of the clamped form (`nn/glu.py`); None: the plain one.
+    """
+
+    def __init__(self, d_model: int, *, d_expert: int, n_experts: int, top_k: int, limit: float | None = None):
         super().__init__()
+        self.limit = limit
         self.gate_up = ExpertLinear(n_experts, top_k, d_model, 2 * d_expert)
         self.out = ExpertLinear(n_experts, top_k, d_expert, d_model)
 
@@ -87,7 +92,7 @@ class Experts(nn.Module):
 
     def _row_by_row(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         experts, k = chosen.flatten(), chosen.shape[-1]
-        h = _activate(self.gate_up.each(tokens.repeat_interleave(k, 0), experts), weights.flatten())
+        h = self._activate(self.gate_up.each(tokens.repeat_interleave(k, 0), experts), weights.flatten())
         return self.out.each(h, experts).unflatten(0, (-1, k)).sum(1)
 
     def _sorted(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -96,14 +101,12 @@ class Experts(nn.Module):
         ids = torch.arange(self.out.n_experts, device=order.device)
         ends = torch.searchsorted(experts, ids, right=True, out_int32=True)
         rows = _Dispatch.apply(tokens, order, place, chosen.shape[-1])
-        h = _activate(self.gate_up(rows, ends), weights.flatten().index_select(0, order))
+        h = self._activate(self.gate_up(rows, ends), weights.flatten().index_select(0, order))
         return _Combine.apply(self.out(h, ends), order, place, chosen.shape[-1])
 
-
-def _activate(h: Tensor, weights: Tensor) -> Tensor:
-    """h (p 2f), weights (p,) -> (p f)."""
-    gate, up = h.chunk(2, dim=-1)
-    return (silu(gate) * up * weights[:, None]).to(h.dtype)
+    def _activate(self, h: Tensor, weights: Tensor) -> Tensor:
+        """h (p 2f), weights (p,) -> (p f)."""
+        return (glu(*h.chunk(2, dim=-1), self.limit) * weights[:, None]).to(h.dtype)
 
 
 def _matmul_dtype(x: Tensor) -> torch.dtype:

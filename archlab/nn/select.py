@@ -66,6 +66,6 @@ def block_scores(q: Tensor, k: Tensor, block_size: int) -> Tensor:
 
 def _ranks(scores: Tensor) -> Tensor:
     """int64 (.. n) in the order of the scores, equal ones in that of their block, whose number is the low half."""
-    bits = scores.float().view(torch.int32)
+    bits = scores.to(torch.float32).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # floats order like integers of sign and magnitude
     return (ordered << 32) | torch.arange(scores.shape[-1], device=scores.device)

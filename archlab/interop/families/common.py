@@ -69,6 +69,8 @@ GQA = (
     ),
     same("num_key_value_heads", "gqa.n_kv_heads"),
     rope("gqa.rope_theta"),
+    only("gqa.norm", "rms"),
+    only("gqa.out_gate", False),
     only("attn", "gqa"),
 )
 
@@ -91,7 +93,7 @@ NO_QK_NORM = (
     Setting(("rms_norm_eps",), ("model.norm_eps", "gqa.norm_eps"), lambda eps: (eps, eps), lambda eps, _: (eps,)),
 )
 
-SWIGLU = (same("intermediate_size", "swiglu.d_ff"),)
+SWIGLU = (same("intermediate_size", "swiglu.d_ff"), only("swiglu.limit", None))
 
 MOE = (
     same("num_local_experts", "moe.n_experts"),

@@ -48,6 +48,8 @@ MOE = (
     same("first_k_dense_replace", "moe_deepseek.first_dense"),
     same("routed_scaling_factor", "moe_deepseek.routed_scaling"),
     fixed("output_router_logits", False),
+    only("moe_deepseek.shared_gate", False),
+    only("moe_deepseek.limit", None),
     only("ffn", "moe_deepseek"),
 )
 MOE_TRAINING = {"moe_deepseek.bias_rate": 0.0, "moe_deepseek.balance_coef": 0.0}

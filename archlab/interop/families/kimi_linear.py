@@ -14,27 +14,11 @@ from archlab.ffn.moe_deepseek import DeepSeekMoE
 from archlab.ffn.swiglu import SwiGLU
 from archlab.interop.families import deepseek
 from archlab.interop.families.common import DECODER, SWIGLU, UNREAD, swiglu_weights
+from archlab.interop.families.layers import FIRST_DENSE, SPARSE, mixers, mlp_types
 from archlab.interop.family import Family
-from archlab.interop.settings import PerLayer, Setting, collapse, expand, fixed, only, same
+from archlab.interop.settings import Setting, fixed, only, same
 from archlab.interop.weights import Weight, rows
 from archlab.interop.weights import same as same_weight
-
-MIXERS = {"linear_attention": "kda", "full_attention": "mla"}
-DENSE, SPARSE = "dense", "sparse"
-
-
-def _read_mixers(n_layers: int, layer_types: Sequence[str]) -> tuple:
-    for name in layer_types:
-        if name not in MIXERS:
-            raise UsageError(f"layer_types={list(layer_types)} (it has only {' and '.join(MIXERS)})")
-    return n_layers, collapse([MIXERS[name] for name in layer_types])
-
-
-def _write_mixers(n_layers: int, attn: str | PerLayer) -> tuple:
-    if attn == "kda":
-        raise UsageError(f"{attn=} (its cache needs a layer of mla to know the length)")
-    names = {ours: theirs for theirs, ours in MIXERS.items()}
-    return n_layers, [names[name] for name in expand(attn, n_layers)]
 
 
 def _write_heads(n_heads: int, head_dim: int, n_v_heads: int, v_head_dim: int, decay_rank: int) -> tuple:
@@ -100,9 +84,8 @@ STACK = (
     only("model.tied", False),
     *KDA,
     *MLA,
-    Setting(
-        ("num_hidden_layers", "layer_types"), ("model.n_layers", "attn"), _read_mixers, _write_mixers, per_layer=True
-    ),
+    # Only of a layer that is full attention does its cache know the length.
+    mixers({"linear_attention": "kda", "full_attention": "mla"}, needed="mla"),
 )
 UNREAD_BY_BOTH = (
     *(name for name in UNREAD if name != "max_position_embeddings"),
@@ -160,17 +143,6 @@ MIXER_WEIGHTS = {
 }
 
 
-def _read_dense(n_layers: int, layer_types: Sequence[str]) -> tuple:
-    n_dense = next((i for i, name in enumerate(layer_types) if name != DENSE), n_layers)
-    if list(layer_types) != _layer_types(n_layers, n_dense):
-        raise UsageError(f"mlp_layer_types={list(layer_types)} (it has only dense layers, then sparse ones)")
-    return n_layers, n_dense
-
-
-def _layer_types(n_layers: int, n_dense: int) -> list[str]:
-    return [DENSE if i < n_dense else SPARSE for i in range(n_layers)]
-
-
 def _write_groups(n_experts: int, n_groups: int, top_k_groups: int, group_score: str) -> tuple:
     if n_groups > 1 and group_score != "top2":
         raise UsageError(f"moe_deepseek.group_score={group_score!r} (it has only 'top2')")
@@ -183,12 +155,7 @@ KIMI_LINEAR = Family(
     "kimi_linear",
     settings=(
         *STACK,
-        Setting(
-            ("num_hidden_layers", "mlp_layer_types"),
-            ("model.n_layers", "moe_deepseek.first_dense"),
-            _read_dense,
-            lambda n_layers, n_dense: (n_layers, _layer_types(n_layers, n_dense)),
-        ),
+        FIRST_DENSE,
         Setting(
             ("num_experts", "num_expert_group", "topk_group"),
             (
@@ -208,6 +175,8 @@ KIMI_LINEAR = Family(
         same("moe_renormalize", "moe_deepseek.norm_topk_prob"),
         fixed("output_router_logits", False),
         only("moe_deepseek.scoring", "sigmoid"),
+        only("moe_deepseek.shared_gate", False),
+        only("moe_deepseek.limit", None),
         only("ffn", "moe_deepseek"),
     ),
     weights=MIXER_WEIGHTS | {DeepSeekMoE: _moe_weights},
@@ -232,7 +201,7 @@ KIMI_LINEAR_DENSE = Family(
             ("num_hidden_layers", "mlp_layer_types"),
             ("model.n_layers",),
             _read_all_dense,
-            lambda n_layers: (n_layers, [DENSE] * n_layers),
+            lambda n_layers: (n_layers, mlp_types(n_layers, n_layers)),
         ),
         only("ffn", "swiglu"),
     ),
