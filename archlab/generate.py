@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from archlab.checkpoint import load_run
+from archlab.checkpoint import CODEC_FILE_NAME, load_run
 from archlab.errors import UsageError, guarded
 from archlab.evaluate import eval_mode
 from archlab.mixer import Cache
@@ -127,9 +127,12 @@ def _parser() -> argparse.ArgumentParser:
 def _stream(args: argparse.Namespace) -> None:
     """Write the prompt and its continuation to stdout as it comes."""
     device = resolve_device(args.device)
-    model, cfg, codec = load_run(args.run, device=device)
+    model, _, codec = load_run(args.run, device=device)
     if codec is None:
-        raise UsageError(f"{args.run} was trained on a task ({cfg.data._target_}), not on text: it continues no prompt")
+        raise UsageError(
+            f"{args.run} has no {CODEC_FILE_NAME}: it was trained on a task, or elsewhere with another tokenizer, "
+            "not on text in bytes or characters; it continues no prompt"
+        )
     prompt = torch.tensor([codec.encode(args.prompt)], dtype=torch.long, device=device)
     draws = torch.Generator(device).manual_seed(args.seed)
     tokens = generate(

@@ -18,6 +18,7 @@ from archlab import bench, checkpoint, equivalence, export
 from archlab.data import build_dataset
 from archlab.data.codec import ByteCodec, CharCodec
 from archlab.evaluate import evaluate
+from archlab.evaluate import main as evaluate_run
 from archlab.generate import main as generate
 from archlab.interop import hf, run_folder, tokenizer
 from archlab.model import build_model
@@ -126,19 +127,16 @@ def test_who_has_no_archlab_computes_the_same(run, exported, tmp_path):
 def test_there_and_back_is_the_same_run(run, exported, tmp_path, capsys):
     assert run_folder.main(["import", str(exported), str(tmp_path / "run")]) == 0
     assert "it continues no text" not in capsys.readouterr().out
-    (model, cfg, codec), (again, again_cfg, again_codec) = (checkpoint.load_run(p) for p in (run, tmp_path / "run"))
+    (model, cfg, codec), (again, _, again_codec) = (checkpoint.load_run(p) for p in (run, tmp_path / "run"))
     assert again_codec.to_json() == codec.to_json()
     assert not again.training
     mine, theirs = hf.tensors(model), hf.tensors(again)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    again_cfg.data.path = str(run / "text")
-    again_cfg.data.val_fraction = again_cfg.data.test_fraction = 0.25
-    both = [
-        evaluate(m, build_dataset(c.data), "val", batch_size=2, device=CPU, dtype=torch.float32)
-        for m, c in ((model, cfg), (again, again_cfg))
-    ]
-    assert both[0] == both[1]
+    data = [f"data.path={run}/text", "data.val_fraction=0.25", "data.test_fraction=0.25"]
+    assert evaluate_run([str(tmp_path / "run"), *data, "--device", "cpu"]) == 0
+    settings = {"batch_size": cfg.train.batch_size, "device": CPU, "dtype": torch.float32}
+    assert json.loads(capsys.readouterr().out) == evaluate(model, build_dataset(cfg.data), "val", **settings)
     assert equivalence.gate(again, length=19, batch=2, dtype=torch.float32)["equivalence/passed"]
     for path in (run, tmp_path / "run"):
         assert generate([str(path), "--prompt", "def f", "--tokens", "6", "--device", "cpu"]) == 0
@@ -190,9 +188,28 @@ def test_who_has_no_tokenizer_of_ours_continues_no_text(exported, tmp_path, caps
     assert run_folder.main(["import", str(tmp_path), str(tmp_path / "run")]) == 0
     assert "it continues no text" in capsys.readouterr().out
     assert checkpoint.load_run(tmp_path / "run")[2] is None
+    assert generate([str(tmp_path / "run"), "--prompt", "x"]) == 2
+    assert "another tokenizer" in capsys.readouterr().err
     assert export.main([str(tmp_path / "run"), str(tmp_path / "again")]) == 0
     assert "it has no tokenizer" in capsys.readouterr().out
     assert not (tmp_path / "again/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["data.path=absent"], "data.path=absent does not exist"),
+        (["train.steps=3"], "train.steps=3: give settings of the data alone"),
+        (["data.pat=x"], "no key 'pat'"),
+        (["data.tokens={other}"], "of the run"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_a_sentence(run, capsys, settings, named):
+    other = "bytes" if run.name == "characters" else "characters"
+    assert evaluate_run([str(run), *(word.format(other=other) for word in settings)]) == 2
+    out = capsys.readouterr()
+    assert named in out.err
+    assert (out.out, out.err.count("\n")) == ("", 1)
 
 
 @pytest.mark.parametrize(
