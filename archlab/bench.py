@@ -25,8 +25,8 @@ from torch import Tensor
 
 from archlab import equivalence
 from archlab.account import decode_flops, decode_read_bytes
-from archlab.equivalence import evaluating
 from archlab.errors import ArchlabError, UsageError, guarded
+from archlab.evaluate import eval_mode
 from archlab.machine import gemm_rate, read_bandwidth
 from archlab.mixer import Cache
 from archlab.model import LM, build_model
@@ -103,7 +103,7 @@ def latency(
         "latency/gemm_flops_per_s": gemm_rate(device, dtype),
     }
     # Entered once: autocast keeps its copies of the weights until it is left.
-    with evaluating(model), autocast(device, dtype):
+    with eval_mode(model), autocast(device, dtype):
         cache = model.init_cache(batch, capacity, dtype=dtype)
         for context in contexts:
             prefill = _prefill_seconds(model, tokens[:, :context], cache, settings)

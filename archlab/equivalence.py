@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from archlab.evaluate import eval_mode
 from archlab.mixer import Cache
 from archlab.model import LM
 from archlab.precision import autocast
@@ -55,16 +55,6 @@ def poisoned_cache(
     return cache
 
 
-@contextmanager
-def evaluating(model: LM) -> Iterator[LM]:
-    """The model in evaluation mode; the mode of before is restored."""
-    was_training = model.training
-    try:
-        yield model.eval()
-    finally:
-        model.train(was_training)
-
-
 def gate(model: LM, *, length: int, batch: int, dtype: torch.dtype, seed: int = 0) -> dict[str, float | bool | str]:
     """Whether decoding with a cache gives the logits of one full pass, on `batch` random sequences of `length` tokens
     (of fewer where a learned position table has no more).
@@ -79,7 +69,7 @@ def gate(model: LM, *, length: int, batch: int, dtype: torch.dtype, seed: int = 
         length = min(length, model.max_positions)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(model.vocab_size, (batch, length), generator=generator).to(model.embed.weight.device)
-    with evaluating(model):
+    with eval_mode(model):
         verdict = _judge(model, tokens, torch.float32 if dtype == torch.bfloat16 else dtype)
         if verdict.passed and dtype == torch.bfloat16:
             verdict = _judge(model, tokens, dtype)

@@ -12,8 +12,9 @@ import torch
 
 from archlab.account import training_bytes
 from archlab.data import Dataset
-from archlab.equivalence import evaluating, feed, full
+from archlab.equivalence import feed, full
 from archlab.errors import UsageError
+from archlab.evaluate import eval_mode
 from archlab.generate import generate
 from archlab.log import FILE_NAME
 from archlab.model import LM
@@ -45,7 +46,7 @@ class Walkthrough:
         """The walk, a line a fact. Errors: UsageError if `dataset` is no text, which alone can go on."""
         if dataset.codec is None:
             raise UsageError(f"explain=true goes on with a text, and data={dataset.name} is none: leave it out")
-        with evaluating(model), torch.inference_mode():
+        with eval_mode(model), torch.inference_mode():
             return [
                 *_losses(run_dir, model.vocab_size),
                 *self.weights,

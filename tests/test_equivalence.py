@@ -11,7 +11,8 @@ from torch import Tensor
 
 from archlab import equivalence
 from archlab.attn.gqa import GroupedQueryAttention
-from archlab.equivalence import evaluating, feed, full, gate, poisoned_cache
+from archlab.equivalence import feed, full, gate, poisoned_cache
+from archlab.evaluate import eval_mode
 from archlab.ffn.swiglu import SwiGLU
 from archlab.mixer import FFN, Mixer, State
 from archlab.model import LM
@@ -228,7 +229,7 @@ def test_the_gate_leaves_the_model_as_it_was():
 
 def test_the_mode_is_restored_after_an_error():
     model = build().train()
-    with contextlib.suppress(KeyError), evaluating(model):
+    with contextlib.suppress(KeyError), eval_mode(model):
         assert not model.training
         raise KeyError
     assert model.training
