@@ -76,8 +76,8 @@ def test_a_part_is_told_its_place_if_it_asks():
         ({"layers": ["a", "b"]}, "2 layers, but the model has n_layers=3"),
         ({"layers": ["a", "b", "a", "b"]}, "4 layers"),
         ({"layers": ["a", "b", "nope"]}, "no part 'nope'"),
-        ({}, "needs attn.pattern"),
-        ({"pattern": []}, "needs attn.pattern"),
+        ({}, "needs its key pattern"),
+        ({"pattern": []}, "needs its key pattern"),
     ],
 )
 def test_impossible_stacks_are_refused_at_the_first_layer(settings, message):

@@ -1,4 +1,4 @@
-"""Hybrid stacks: each layer takes its mixer from a named part.
+"""Hybrid stacks: each layer takes its mixer from a named part. An FFN can be chosen so too.
 
 Kimi Linear (arXiv:2510.26692) puts one global attention after three layers of KDA and ends with a global one; gpt-oss
 alternates a sliding window and full attention.
@@ -42,9 +42,9 @@ def _stack(n_layers: int, pattern: Sequence[str] | None, layers: Sequence[str] |
     """The part name of every layer."""
     if layers:
         if len(layers) != n_layers:
-            raise UsageError(f"attn.layers names {len(layers)} layers, but the model has n_layers={n_layers}")
+            raise UsageError(f"a hybrid's key layers names {len(layers)} layers, but the model has n_layers={n_layers}")
         return list(layers)
     if not pattern:
-        raise UsageError("a hybrid needs attn.pattern, a list of parts to repeat, or attn.layers, one part a layer")
+        raise UsageError("a hybrid needs its key pattern, a list of parts to repeat, or layers, one part a layer")
     stack = [pattern[i % len(pattern)] for i in range(n_layers)]
     return stack if last is None else [*stack[:-1], last]
