@@ -473,7 +473,7 @@ def test_an_unknown_family_is_refused():
             {},
         ),
         ("moe.norm_topk_prob=False", gqa, partial(moe, norm_topk_prob=False), {}),
-        ("no family of Transformers with layers of gqa and moe_deepseek", gqa, deepseek, {}),
+        ("no family of Transformers with layers of mla and moe", mla, moe, {}),
         ("mla.rope=False", partial(mla, rope=False), swiglu, {}),
         ("mla.norm_eps=0.1", partial(mla, norm_eps=0.1), deepseek, {}),
         ("moe_deepseek.group_score='max'", mla, partial(deepseek, n_groups=2, group_score="max"), {}),
