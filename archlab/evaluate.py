@@ -93,6 +93,8 @@ def _evaluate_run(args: argparse.Namespace) -> dict[str, float]:
     device = resolve_device(args.device)
     model, cfg, codec = load_run(args.run, device=device)
     dataset = _dataset(cfg, codec, args.settings)
+    if dataset.vocab_size > model.vocab_size:
+        raise UsageError(f"data={dataset.name} has {dataset.vocab_size} token ids; the run has {model.vocab_size}")
     dtype = resolve_dtype(cfg.dtype, device)
     return evaluate(model, dataset, args.split, batch_size=cfg.train.batch_size, device=device, dtype=dtype)
 
