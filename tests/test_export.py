@@ -59,6 +59,7 @@ def make_run(path, overrides, *, dtype=torch.float32):
     (path / "text").write_text(text_of(SPLIT, cfg.data.tokens) * 4, encoding="utf-8", newline="")
     OmegaConf.save(cfg, path / "config.yaml")
     data = build_dataset(cfg.data)
+    torch.manual_seed(0)
     model = build_model(cfg, data.vocab_size).to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
