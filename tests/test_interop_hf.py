@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -26,6 +27,8 @@ from archlab.ffn.moe_deepseek import DeepSeekMoE
 from archlab.ffn.swiglu import SwiGLU
 from archlab.interop import hf, weights
 from archlab.interop.families import FAMILIES
+from archlab.interop.families.llama import LLAMA
+from archlab.interop.settings import describe
 from archlab.model import LM, build_model
 from archlab.plugins import HARNESS_ARGS, load
 
@@ -494,6 +497,12 @@ def test_dropout_is_refused_where_it_acts():
     assert hf.to_hf(lm).config.model_type == "llama"
     with pytest.raises(UsageError, match=r"llama cannot express model\.dropout=0\.1"):
         hf.to_hf(lm.train())
+
+
+def test_a_setting_that_a_table_forgets_is_refused():
+    family = replace(LLAMA, settings=tuple(s for s in LLAMA.settings if s.ours != ("gqa.window",)))
+    with pytest.raises(UsageError, match=r"llama cannot express gqa\.window=None \(which it does not know\)"):
+        family.to_theirs(describe(ours()))
 
 
 def test_a_plugin_that_keeps_no_settings_is_refused():
