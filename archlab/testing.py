@@ -337,7 +337,7 @@ def check_gradient_values(variant: Variant) -> None:
     parameters = dict(model.named_parameters())
     grads = torch.autograd.grad(loss(), list(parameters.values()), allow_unused=True)
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
-        direction, step = torch.randn_like(parameter), 1e-6
+        direction, step = torch.randn_like(parameter), 1e-7
         with torch.no_grad():
             ahead, behind = (_shifted(loss, parameter, sign * step * direction) for sign in (1, -1))
         slope = 0.0 if grad is None else (grad * direction).sum().item()
