@@ -18,7 +18,7 @@ from matplotlib.transforms import Bbox
 from archlab.card import human_bytes, human_context
 
 if TYPE_CHECKING:
-    from archlab.report import Comparison, Variant
+    from archlab.comparison import Comparison, Variant
 
 LOSS = "quality/val_loss"
 SUFFIXES = (".png", ".svg")

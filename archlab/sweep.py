@@ -4,8 +4,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from archlab import record, report
+from archlab import record
+from archlab.comparison import read
 from archlab.errors import UsageError
+from archlab.report import show
 
 MULTIRUN = "multirun.yaml"
 """Where Hydra keeps what the sweep was asked for."""
@@ -25,8 +27,8 @@ def summarise(sweep_dir: Path, n_cells: int) -> int:
     `n_cells` is how many the sweep has: a cell that was not reached, or whose process was killed, has no record.
     """
     console = Console()
-    runs = report.read([sweep_dir]) if sweep_dir.exists() else []
-    report.show(runs, console)
+    runs = read([sweep_dir]) if sweep_dir.exists() else []
+    show(runs, console)
     begun = {path.parent for path in sweep_dir.rglob(record.CONFIG)}
     cut = sorted(begun - {run.path.parent for run in runs})
     lines = [f"ended without a record: {folder}" for folder in cut]

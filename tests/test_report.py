@@ -6,15 +6,17 @@ import itertools
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
 
-from archlab import figure, report
+from archlab import figure
+from archlab.comparison import Run, compare, read
 from archlab.errors import UsageError
-from archlab.report import Run, compare, main, read, show
+from archlab.report import main, show
 
 
 def make(attn="gqa", ffn="moe", seed=0, loss=2.0, *, data="d" * 64, status="ok", **entries):
@@ -41,7 +43,7 @@ def leave(folder, *all_entries):
 
 
 def runs(*all_entries):
-    return [Run(report.Path(f"runs/{i:02}/result.json"), entries) for i, entries in enumerate(all_entries)]
+    return [Run(Path(f"runs/{i:02}/result.json"), entries) for i, entries in enumerate(all_entries)]
 
 
 def text(some_runs, width=120):
