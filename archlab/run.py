@@ -158,8 +158,8 @@ def _stages(
     reporter.stage(f"training {human_count(static['params/total'])} parameters on {dataset.name}")
     place = {"device": device, "dtype": dtype}
     files = {"log": log, "run_dir": run_dir, "config_hash": record.config_hash(cfg)}
-    walk = Walkthrough()
-    eyes = {"progress": reporter, "watch": walk.watch if cfg.explain else None}
+    walk = Walkthrough(dataset) if cfg.explain else None
+    eyes = {"progress": reporter, "watch": walk.watch if walk else None}
     trained = train.train(model, dataset, settings, seed=cfg.seed, **place, **files, **eyes)
     yield trained | {"flops/train_total": static["flops/train_per_token"] * trained["data/train_tokens"]}
     reporter.stage("evaluating")
@@ -170,8 +170,8 @@ def _stages(
     yield (proof := equivalence.gate(model, length=length, batch=batch, dtype=dtype, seed=cfg.seed))
     reporter.stage("timing prefill and decode")
     yield bench.latency(model, timing, dtype=dtype, gate=proof)
-    if cfg.explain:
-        reporter.appendix += walk.lines(model, dataset, run_dir)
+    if walk:
+        reporter.appendix += walk.lines(model, run_dir)
 
 
 def _build(cfg: DictConfig, vocab_size: int, device: torch.device | str) -> LM:

@@ -26,9 +26,15 @@ THIRDS = 3
 
 
 class Walkthrough:
-    """Follows a training run and tells what it saw. Pass `watch` to `archlab.train.train`, then ask for the `lines`."""
+    """Follows a training run and tells what it saw. Pass `watch` to `archlab.train.train`, then ask for the `lines`.
 
-    def __init__(self):
+    Errors: UsageError if `dataset` is no text, which alone can go on.
+    """
+
+    def __init__(self, dataset: Dataset):
+        if dataset.codec is None:
+            raise UsageError(f"explain=true goes on with a text, and data={dataset.name} is none: leave it out")
+        self.dataset = dataset
         self.weights: list[str] = []
         self.bytes_held: dict[str, Any] = {}
 
@@ -42,16 +48,14 @@ class Walkthrough:
 
         trainer.optimizer.register_step_post_hook(after_update)
 
-    def lines(self, model: LM, dataset: Dataset, run_dir: Path) -> list[str]:
-        """The walk, a line a fact. Errors: UsageError if `dataset` is no text, which alone can go on."""
-        if dataset.codec is None:
-            raise UsageError(f"explain=true goes on with a text, and data={dataset.name} is none: leave it out")
+    def lines(self, model: LM, run_dir: Path) -> list[str]:
+        """The walk, a line a fact."""
         with eval_mode(model), torch.inference_mode():
             return [
                 *_losses(run_dir, model.vocab_size),
                 *self.weights,
                 *_held(self.bytes_held),
-                *_decoded(model, dataset),
+                *_decoded(model, self.dataset),
             ]
 
 
