@@ -4,6 +4,7 @@ import re
 from functools import partial
 
 import pytest
+import test_interop_hf
 import torch
 from test_interop_hf import (
     F32,
@@ -20,9 +21,7 @@ from test_interop_hf import (
     error,
     full,
     mixed,
-    ours,
     random_tokens,
-    theirs,
     widened,
 )
 
@@ -121,6 +120,72 @@ CASES |= {
     ),
 }
 
+NEXT = DECODER | {
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.6},
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 7,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "moe_intermediate_size": 18,
+    "shared_expert_intermediate_size": 18,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+NEXT_TYPE = "qwen3_next"
+CASES |= {
+    NEXT_TYPE: (NEXT_TYPE, NEXT),
+    f"{NEXT_TYPE}-dense-tied": (
+        NEXT_TYPE,
+        NEXT
+        | {
+            "mlp_only_layers": [0],
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 36,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 4,
+        },
+    ),
+    f"{NEXT_TYPE}-full": (
+        NEXT_TYPE,
+        NEXT
+        | {
+            "layer_types": ["full_attention"] * LAYERS,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 9.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+}
+
+
+PLUS_ONE = ("GemmaRMSNorm", "MiniMaxM3VLRMSNorm", "Qwen3NextRMSNorm")
+
+
+@torch.no_grad()
+def around_one(model):
+    """Norms multiply by about 1, those of 1 + weight too: with scores four times as large it would be the rounding of
+    float32 that decides, on either side."""
+    for module in model.modules():
+        if type(module).__name__ in PLUS_ONE:
+            module.weight -= 1
+    return model
+
+
+def theirs(case, dtype=F32):
+    return around_one(test_interop_hf.theirs(case, dtype))
+
+
+def ours(attn, ffn, **settings):
+    return around_one(test_interop_hf.ours(attn, ffn, **settings))
+
+
+def exported(case):
+    return around_one(test_interop_hf.exported(case))
+
 
 @each(CASES)
 def test_from_transformers(case, monkeypatch):
@@ -180,16 +245,28 @@ OURS |= {
     f"{M3_TYPE}-full": (gqa, clamped, gemma),
 }
 
+gdn = partial(
+    kda, n_v_heads=10, v_head_dim=4, conv_size=4, decay="scalar", gate="full", gate_act="silu", decay_floor=-1.0
+)
+gated = partial(gqa, out_gate=True)
+next_layers = mixed("a", "b", "a", a=gdn, b=gated)
+shared = partial(deepseek, scoring="softmax", shared_gate=True, n_shared=2)
+
+OURS |= {
+    NEXT_TYPE: (next_layers, shared, gemma),
+    f"{NEXT_TYPE}-sparse": (next_layers, partial(shared, first_dense=0, norm_topk_prob=False), {"norm": "gemma"}),
+    f"{NEXT_TYPE}-full": (partial(gated, rope_dim=None), shared, gemma),
+}
+
 
 @each(OURS)
 def test_to_transformers(case, monkeypatch, request):
-    attn, ffn, settings = case
-    lm = ours(attn, ffn, **settings)
+    lm = exported(case)
     model = hf.to_hf(lm)
     assert model.config.model_type == request.node.callspec.id.split("-")[0]
     assert_same_logits(lm, model, 2e-5)
     with widened(monkeypatch, model.config.model_type):
-        lm = ours(attn, ffn, **settings).double()
+        lm = exported(case).double()
         model = hf.to_hf(lm)
         assert_same_logits(lm, model, 1e-9)
         assert_same_step(lm.train(), model.train(), 1e-12, 1e-9)
@@ -246,6 +323,13 @@ def test_the_released_file_of_kimi_linear_is_read():
         (M3_TYPE, {"shared_intermediate_size": 20}),
         (M3_TYPE, {"router_jitter_noise": 0.1}),
         (M3_TYPE, {"output_router_logits": True}),
+        (NEXT_TYPE, {"attention_bias": True}),
+        (NEXT_TYPE, {"mlp_only_layers": [1]}),
+        (NEXT_TYPE, {"shared_expert_intermediate_size": 20}),
+        (NEXT_TYPE, {"shared_expert_intermediate_size": 0}),
+        (NEXT_TYPE, {"output_router_logits": True}),
+        (NEXT_TYPE, {"hidden_act": "gelu"}),
+        (NEXT_TYPE, {"use_sliding_window": True}),
     ],
 )
 def test_a_setting_without_words_for_it_is_refused_by_name(name, change):
@@ -308,6 +392,63 @@ def test_a_head_tied_to_the_embedding_is_refused():
 def test_a_setting_that_minimax_m3_does_not_have_is_refused_by_name(named, attn, ffn):
     with pytest.raises(UsageError, match=f"{M3_TYPE} cannot express {re.escape(named)}"):
         hf.to_hf(ours(attn, ffn, **gemma))
+
+
+def with_gdn(**change):
+    return mixed("a", "b", "a", a=partial(gdn, **change), b=gated)
+
+
+def with_gated(**change):
+    return mixed("a", "b", "a", a=gdn, b=partial(gated, **change))
+
+
+@pytest.mark.parametrize(
+    ("named", "attn", "ffn"),
+    [
+        ("attn='kda'", gdn, shared),
+        ("kda.conv_size=0", with_gdn(conv_size=0), shared),
+        ("kda.feature_map='none'", with_gdn(feature_map="none"), shared),
+        ("kda.rope_dim=4", with_gdn(rope_dim=4), shared),
+        ("kda.delta=False", with_gdn(delta=False), shared),
+        ("kda.beta_max=2.0", with_gdn(beta_max=2.0), shared),
+        ("kda.decay='channel'", with_gdn(decay="channel"), shared),
+        ("kda.decay_gate='bounded'", with_gdn(decay_gate="bounded"), shared),
+        ("kda.norm='none'", with_gdn(norm="none"), shared),
+        ("kda.norm_eps=0.1", with_gdn(norm_eps=0.1), shared),
+        ("kda.gate='low_rank'", with_gdn(gate="low_rank"), shared),
+        ("kda.gate_act='sigmoid'", with_gdn(gate_act="sigmoid"), shared),
+        ("gqa.out_gate=False", with_gated(out_gate=False), shared),
+        ("gqa.norm='rms'", with_gated(norm="rms"), shared),
+        ("gqa.norm_eps=0.1", with_gated(norm_eps=0.1), shared),
+        ("gqa.qk_norm=False", with_gated(qk_norm=False), shared),
+        ("gqa.window=7", with_gated(window=7), shared),
+        ("moe_deepseek.scoring='sigmoid'", next_layers, partial(shared, scoring="sigmoid")),
+        ("moe_deepseek.shared_gate=False", next_layers, partial(shared, shared_gate=False)),
+        ("moe_deepseek.routed_scaling=1.5", next_layers, partial(shared, routed_scaling=1.5)),
+        ("moe_deepseek.limit=0.7", next_layers, partial(shared, limit=0.7)),
+        ("moe_deepseek.n_groups=4", next_layers, partial(shared, n_groups=4, top_k_groups=2)),
+    ],
+)
+def test_a_setting_that_qwen3_next_does_not_have_is_refused_by_name(named, attn, ffn):
+    with pytest.raises(UsageError, match=f"{NEXT_TYPE} cannot express {re.escape(named)}"):
+        hf.to_hf(ours(attn, ffn, **gemma))
+
+
+def test_qwen3_next_has_no_selection_bias_and_no_plain_norm():
+    with pytest.raises(UsageError, match="selection_bias is not zero"):
+        hf.to_hf(ours(next_layers, shared, **gemma))
+    with pytest.raises(UsageError, match=f"{NEXT_TYPE} cannot express model.norm='rms'"):
+        hf.to_hf(ours(next_layers, shared))
+
+
+def test_the_released_file_of_qwen3_next_is_read():
+    """What it says beside the widths; three layers in four are linear."""
+    widths = NEXT | {"num_hidden_layers": 4, "full_attention_interval": 4}
+    rotation = {"rope_theta": 500.0, "rope_scaling": None, "partial_rotary_factor": 0.6}
+    released = {n: v for n, v in widths.items() if n not in ("layer_types", "rope_parameters")} | rotation
+    config = transformers.CONFIG_MAPPING[NEXT_TYPE].from_dict(released | {"use_sliding_window": False})
+    layers = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    assert hf.configuration(config) == hf.configuration(configured((NEXT_TYPE, NEXT), **layers))
 
 
 def test_norms_times_one_plus_weight():

@@ -64,6 +64,11 @@ def only(ours: str, value: Any) -> Setting:
     return Setting((), (ours,), lambda: (value,), lambda given: _demand(ours, given, value, "it"))
 
 
+def without_effect(ours: str, value: Any) -> Setting:
+    """A setting of archlab's that does not change what such a model computes; `value` is that of one from there."""
+    return Setting((), (ours,), lambda: (value,), lambda _: (), per_layer=True)
+
+
 def _demand(name: str, given: Any, value: Any, side: str) -> tuple:
     if given != value:
         raise UsageError(f"{name}={given!r} ({side} has only {value!r})")

@@ -9,6 +9,7 @@ from archlab.interop.families.mistral import MISTRAL
 from archlab.interop.families.mixtral import MIXTRAL
 from archlab.interop.families.qwen3 import QWEN3
 from archlab.interop.families.qwen3_moe import QWEN3_MOE
+from archlab.interop.families.qwen3_next import QWEN3_NEXT
 
 FAMILIES = (
     LLAMA,
@@ -23,4 +24,5 @@ FAMILIES = (
     KIMI_LINEAR,
     MINIMAX_M3_DENSE,
     MINIMAX_M3,
+    QWEN3_NEXT,
 )

@@ -1,5 +1,6 @@
 """What many families share: the decoder around the plugins, grouped-query attention, the dense network, experts."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -60,6 +61,23 @@ def rope(theta: str) -> Setting:
     )
 
 
+def read_partial_rope(parameters: Mapping[str, Any], head_dim: int) -> tuple:
+    """Base, rotary channels and width of a head."""
+    known = {"rope_type", "rope_theta", "partial_rotary_factor"}
+    for name in sorted(parameters.keys() - known | {"rope_type"}):
+        if (name, parameters[name]) != ("rope_type", "default"):
+            raise UsageError(f"rope_parameters.{name}={parameters[name]!r} (it has only the type 'default' and a base)")
+    return parameters["rope_theta"], int(head_dim * parameters.get("partial_rotary_factor", 1.0)), head_dim
+
+
+def write_partial_rope(theta: float, rope_dim: int, head_dim: int) -> tuple:
+    """The rotation and the width of a head."""
+    share = rope_dim / head_dim
+    if int(head_dim * share) < rope_dim:
+        share = math.nextafter(share, 1.0)
+    return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}, head_dim
+
+
 GQA = (
     Setting(
         ("hidden_size", "num_attention_heads", "head_dim"),
@@ -75,17 +93,22 @@ GQA = (
 )
 
 
-def _write_norm_eps(model_eps: float, qk_eps: float) -> tuple:
-    if model_eps != qk_eps:
-        raise UsageError(
-            f"gqa.norm_eps={qk_eps!r} (it has one epsilon for all norms, here model.norm_eps={model_eps!r})"
-        )
-    return (model_eps,)
+def norm_eps(plugin: str) -> Setting:
+    """A plugin's norms have the epsilon of all others."""
+
+    def write(model_eps: float, eps: float) -> tuple:
+        if model_eps != eps:
+            raise UsageError(
+                f"{plugin}.norm_eps={eps!r} (it has one epsilon for all norms, here model.norm_eps={model_eps!r})"
+            )
+        return (model_eps,)
+
+    return Setting(("rms_norm_eps",), ("model.norm_eps", f"{plugin}.norm_eps"), lambda eps: (eps, eps), write)
 
 
 QK_NORM = (
     only("gqa.qk_norm", True),
-    Setting(("rms_norm_eps",), ("model.norm_eps", "gqa.norm_eps"), lambda eps: (eps, eps), _write_norm_eps),
+    norm_eps("gqa"),
 )
 NO_QK_NORM = (
     only("gqa.qk_norm", False),

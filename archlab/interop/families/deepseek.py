@@ -55,6 +55,36 @@ MOE = (
 MOE_TRAINING = {"moe_deepseek.bias_rate": 0.0, "moe_deepseek.balance_coef": 0.0}
 
 
+def _write_one_group(n_groups: int, top_k_groups: int, group_score: str) -> tuple:
+    if n_groups > 1:
+        raise UsageError(f"moe_deepseek.n_groups={n_groups} (it has one group)")
+    return ()
+
+
+ONE_GROUP = Setting(
+    (),
+    ("moe_deepseek.n_groups", "moe_deepseek.top_k_groups", "moe_deepseek.group_score"),
+    lambda: (1, 1, "top2"),
+    _write_one_group,
+)
+
+
+def shared_width(expert: str, shared: str, *, at_least: int = 0) -> Setting:
+    """Shared experts given by the width of an expert and of all shared ones, which are so many or more."""
+
+    def read(d_expert: int, width: int) -> tuple:
+        if width % d_expert or width < at_least * d_expert:
+            raise UsageError(f"{shared}={width} (it has only multiples of {d_expert})")
+        return d_expert, width // d_expert
+
+    return Setting(
+        (expert, shared),
+        ("moe_deepseek.d_expert", "moe_deepseek.n_shared"),
+        read,
+        lambda d_expert, n_shared: (d_expert, n_shared * d_expert),
+    )
+
+
 def mla_weights(mixer: MultiHeadLatentAttention, interleaved: bool = True) -> Iterable[Weight]:
     """`interleaved`: their rotation pairs channels 2i and 2i + 1, as ours, else i and i + dr/2."""
     h, dn, dr, dc = mixer.n_heads, mixer.dn, mixer.dr, mixer.dc

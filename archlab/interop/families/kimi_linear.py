@@ -1,7 +1,7 @@
 """Kimi Linear (arXiv:2510.26692): delta attention and, in listed layers, latent attention without positions; experts as
 in DeepSeek-V3, or, where all layers are dense, SwiGLU.
 
-Shapes: h heads, c channels of the convolution, w its width in tokens.
+Shapes: h heads.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +14,10 @@ from archlab.ffn.moe_deepseek import DeepSeekMoE
 from archlab.ffn.swiglu import SwiGLU
 from archlab.interop.families import deepseek
 from archlab.interop.families.common import DECODER, SWIGLU, UNREAD, swiglu_weights
+from archlab.interop.families.delta import DELTA, conv_weight
 from archlab.interop.families.layers import FIRST_DENSE, SPARSE, mixers, mlp_types
 from archlab.interop.family import Family
-from archlab.interop.settings import Setting, fixed, only, same
+from archlab.interop.settings import Setting, fixed, only, same, without_effect
 from archlab.interop.weights import Weight, rows
 from archlab.interop.weights import same as same_weight
 
@@ -32,25 +33,6 @@ def _write_heads(n_heads: int, head_dim: int, n_v_heads: int, v_head_dim: int, d
     return n_heads, head_dim
 
 
-def _write_conv_size(conv_size: int) -> tuple:
-    if conv_size < 1:
-        raise UsageError(f"kda.conv_size={conv_size} (it always has a convolution)")
-    return (conv_size,)
-
-
-def _write_norm_eps(model_eps: float, kda_eps: float) -> tuple:
-    if model_eps != kda_eps:
-        raise UsageError(
-            f"kda.norm_eps={kda_eps!r} (it has one epsilon for all norms, here model.norm_eps={model_eps!r})"
-        )
-    return (model_eps,)
-
-
-def _without_effect(ours: str, value: Any) -> Setting:
-    """A setting of archlab's that does not change what such a model computes; `value` is that of one from there."""
-    return Setting((), (ours,), lambda: (value,), lambda _: (), per_layer=True)
-
-
 KDA = (
     Setting(
         ("linear_num_heads", "linear_head_dim"),
@@ -58,25 +40,15 @@ KDA = (
         lambda n_heads, head_dim: (n_heads, head_dim, n_heads, head_dim, head_dim),
         _write_heads,
     ),
-    Setting(("linear_conv_kernel_dim",), ("kda.conv_size",), lambda size: (size,), _write_conv_size),
-    Setting(("rms_norm_eps",), ("model.norm_eps", "kda.norm_eps"), lambda eps: (eps, eps), _write_norm_eps),
-    only("kda.feature_map", "l2"),
-    only("kda.rope_dim", 0),
-    only("kda.delta", True),
-    only("kda.beta_max", 1.0),
+    *DELTA,
     only("kda.decay", "channel"),
-    only("kda.decay_gate", "softplus"),
-    only("kda.norm", "rms"),
     only("kda.gate", "low_rank"),
     only("kda.gate_act", "sigmoid"),
-    _without_effect("kda.rope_theta", 10_000.0),
-    _without_effect("kda.decay_floor", -5.0),
-    _without_effect("kda.chunk_size", 32),
 )
 MLA = (
     *(setting for setting in deepseek.MLA if not {"attn", "mla.rope", "mla.rope_theta"} & set(setting.ours)),
     only("mla.rope", False),
-    _without_effect("mla.rope_theta", 10_000.0),
+    without_effect("mla.rope_theta", 10_000.0),
 )
 STACK = (
     *DECODER,
@@ -112,18 +84,13 @@ def _kda_weights(mixer: KimiDeltaAttention, config: Mapping[str, Any]) -> Iterab
     parts = {"q_proj": width, "k_proj": width, "v_proj": width, "b_proj": mixer.n_heads}
     parts |= {"forget_gate.f_a_proj": rank, "g_a_proj": rank}
     yield rows("in_proj.weight", {f"self_attn.{name}.weight": n for name, n in parts.items()})
-    yield Weight(  # (w c), there (c 1 w)
-        "conv.weight",
-        ("self_attn.conv1d.weight",),
-        lambda tensor: [tensor.mT[:, None]],
-        lambda tensors: tensors[0][:, 0].mT,
-    )
+    yield conv_weight("self_attn.conv1d.weight")
     yield same_weight("decay_up.weight", "self_attn.forget_gate.f_b_proj.weight")
     yield Weight(  # (h), there (1 1 h 1)
         "forget.A_log",
         ("self_attn.forget_gate.A_log",),
-        lambda tensor: [tensor.view(1, 1, -1, 1)],
-        lambda tensors: tensors[0].flatten(),
+        lambda tensors: [tensors[0].view(1, 1, -1, 1)],
+        lambda tensors: [tensors[0].flatten()],
     )
     yield same_weight("forget.dt_bias", "self_attn.forget_gate.dt_bias")
     yield same_weight("out_norm.weight", "self_attn.o_norm.weight")

@@ -4,7 +4,6 @@ layers and experts, norms that multiply by 1 + weight.
 Shapes: g KV heads, e index width.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,14 @@ from archlab.attn.msa import MiniMaxSparseAttention
 from archlab.errors import UsageError
 from archlab.ffn.moe_deepseek import DeepSeekMoE
 from archlab.interop.families import deepseek
-from archlab.interop.families.common import DECODER, UNREAD, gqa_weights
+from archlab.interop.families.common import (
+    DECODER,
+    UNREAD,
+    gqa_weights,
+    norm_eps,
+    read_partial_rope,
+    write_partial_rope,
+)
 from archlab.interop.families.layers import FIRST_DENSE, mixers
 from archlab.interop.family import Family
 from archlab.interop.settings import Setting, fixed, only, same
@@ -43,18 +49,11 @@ def _of_attention(
 
 
 def _read_rope(parameters: Mapping[str, Any], head_dim: int, _: int) -> tuple:
-    known = {"rope_type", "rope_theta", "partial_rotary_factor"}
-    for name in sorted(parameters.keys() - known | {"rope_type"}):
-        if (name, parameters[name]) != ("rope_type", "default"):
-            raise UsageError(f"rope_parameters.{name}={parameters[name]!r} (it has only the type 'default' and a base)")
-    return parameters["rope_theta"], int(head_dim * parameters.get("partial_rotary_factor", 1.0)), head_dim
+    return read_partial_rope(parameters, head_dim)
 
 
 def _write_rope(theta: float, rope_dim: int, head_dim: int) -> tuple:
-    share = rope_dim / head_dim
-    if int(head_dim * share) < rope_dim:
-        share = math.nextafter(share, 1.0)
-    return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}, head_dim, rope_dim
+    return *write_partial_rope(theta, rope_dim, head_dim), rope_dim
 
 
 def _read_index(parameters: Mapping[str, Any], head_dim: int, rotary_dim: int, d_index: int) -> tuple:
@@ -76,24 +75,13 @@ def _read_index_heads(n_kv_heads: int, n_index_heads: int) -> tuple:
     return (n_kv_heads,)
 
 
-def _norm_eps(plugin: str) -> Setting:
-    def write(model_eps: float, eps: float) -> tuple:
-        if model_eps != eps:
-            raise UsageError(
-                f"{plugin}.norm_eps={eps!r} (it has one epsilon for all norms, here model.norm_eps={model_eps!r})"
-            )
-        return (model_eps,)
-
-    return Setting(("rms_norm_eps",), ("model.norm_eps", f"{plugin}.norm_eps"), lambda eps: (eps, eps), write)
-
-
 HEADS = (
     *_of_attention(("num_attention_heads",), ("n_heads",), lambda n: (n,), lambda n: (n,)),
     *_of_attention(("num_key_value_heads",), ("n_kv_heads",), lambda n: (n,), lambda n: (n,)),
     *_of_attention(
         ("rope_parameters", "head_dim", "rotary_dim"), ("rope_theta", "rope_dim", "head_dim"), _read_rope, _write_rope
     ),
-    *(_norm_eps(plugin) for plugin in ("gqa", "msa")),
+    *(norm_eps(plugin) for plugin in ("gqa", "msa")),
     *(only(f"{plugin}.norm", "gemma") for plugin in ("gqa", "msa")),
     *(only(f"{plugin}.qk_norm", True) for plugin in ("gqa", "msa")),
     only("gqa.window", None),
@@ -114,18 +102,6 @@ INDEX = (
 )
 
 
-def _read_shared(d_expert: int, shared_width: int) -> tuple:
-    if shared_width % d_expert:
-        raise UsageError(f"shared_intermediate_size={shared_width} (it has only multiples of {d_expert})")
-    return d_expert, shared_width // d_expert
-
-
-def _write_groups(n_groups: int, top_k_groups: int, group_score: str) -> tuple:
-    if n_groups > 1:
-        raise UsageError(f"moe_deepseek.n_groups={n_groups} (it has one group)")
-    return ()
-
-
 def _write_limit(limit: float | None) -> tuple:
     if limit is None:
         raise UsageError("moe_deepseek.limit=None (its SwiGLU is clamped)")
@@ -138,18 +114,8 @@ MOE = (
     same("num_experts_per_tok", "moe_deepseek.top_k"),
     same("dense_intermediate_size", "moe_deepseek.d_ff"),
     same("routed_scaling_factor", "moe_deepseek.routed_scaling"),
-    Setting(
-        ("intermediate_size", "shared_intermediate_size"),
-        ("moe_deepseek.d_expert", "moe_deepseek.n_shared"),
-        _read_shared,
-        lambda d_expert, n_shared: (d_expert, n_shared * d_expert),
-    ),
-    Setting(
-        (),
-        ("moe_deepseek.n_groups", "moe_deepseek.top_k_groups", "moe_deepseek.group_score"),
-        lambda: (1, 1, "top2"),
-        _write_groups,
-    ),
+    deepseek.shared_width("intermediate_size", "shared_intermediate_size"),
+    deepseek.ONE_GROUP,
     Setting(("swiglu_limit",), ("moe_deepseek.limit",), lambda limit: (limit,), _write_limit),
     fixed("swiglu_alpha", SLOPE),
     fixed("router_jitter_noise", 0.0),
