@@ -1,8 +1,8 @@
 """Prefill and decode latency of a model, beside the limit that this machine sets to a decode step.
 
-`python -m archlab.bench +attn=gqa` times an untrained model of a configuration, `python -m archlab.bench
-+bench=mechanisms` measures what the formulation of each mechanism is worth. Any key can be set as for `python -m
-archlab`. Both print a table and one line of JSON, which `out=FILE` keeps.
+`python -m archlab.bench +attn=gqa` times an untrained model of a configuration, `python -m archlab.bench run=FOLDER`
+that of a run or an import, `python -m archlab.bench +bench=mechanisms` measures what the formulation of each mechanism
+is worth. Any key can be set as for `python -m archlab`. All print a table and one line of JSON, which `out=FILE` keeps.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from torch import Tensor
 
 from archlab import equivalence
 from archlab.account import decode_flops, decode_read_bytes
+from archlab.checkpoint import load_run
 from archlab.errors import ArchlabError, UsageError, guarded
 from archlab.evaluate import eval_mode
 from archlab.machine import gemm_rate, read_bandwidth
 from archlab.mixer import Cache
 from archlab.model import LM, build_model
+from archlab.plugins import GROUPS
 from archlab.precision import autocast, resolve_device, resolve_dtype, weight_dtype
 from archlab.ratio import Suite
 from archlab.timing import Effort, measure
@@ -167,25 +169,42 @@ def _command(words: list[str]) -> None:
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return
-    out = [Path(word.removeprefix("out=")) for word in words if word.startswith("out=")]
-    for path in out:
-        if path.exists() or not path.parent.is_dir():
-            raise UsageError(f"out={path}: name a new file in a folder that exists")
-    cfg = configuration([word for word in words if not word.startswith("out=")])
+    own, overrides = _own_words(words)
+    if "out" in own and (own["out"].exists() or not own["out"].parent.is_dir()):
+        raise UsageError(f"out={own['out']}: name a new file in a folder that exists")
+    given = [word for word in overrides if word.lstrip("+").partition("=")[0].split(".")[0] in ("model", *GROUPS)]
+    if "run" in own and given:
+        raise UsageError(f"{given[0]}: run={own['run']} has its model already; leave one of them out")
+    cfg = configuration(overrides)
     device = resolve_device(cfg.device)
     bench = instantiate(cfg.bench, _convert_="all")
-    result = bench.run(device) if isinstance(bench, Suite) else _untrained(cfg, bench, device)
+    if isinstance(bench, Suite):
+        result = bench.run(device)
+    else:
+        dtype = resolve_dtype(cfg.dtype, device)
+        model = load_run(own["run"], device=device)[0] if "run" in own else _untrained(cfg, device)
+        result = _timed(model.to(weight_dtype(dtype)), bench, dtype)
     line = json.dumps(result)
     print(line)
-    for path in out:
-        path.write_text(line + "\n", encoding="utf-8")
+    if "out" in own:
+        own["out"].write_text(line + "\n", encoding="utf-8")
 
 
-def _untrained(cfg: DictConfig, settings: BenchSettings, device: torch.device) -> dict[str, Any]:
-    """Gate and latency of a model with random weights: time does not depend on what it has learned."""
-    dtype = resolve_dtype(cfg.dtype, device)
+def _own_words(words: list[str]) -> tuple[dict[str, Path], list[str]]:
+    """`out=FILE` and `run=FOLDER`, which are this command's own, and the overrides of the configuration."""
+    own = [word for word in words if word.startswith(("out=", "run="))]
+    pairs = (word.split("=", 1) for word in own)
+    return {key: Path(value) for key, value in pairs}, [word for word in words if word not in own]
+
+
+def _untrained(cfg: DictConfig, device: torch.device) -> LM:
+    """A model with random weights: time does not depend on what it has learned."""
     torch.manual_seed(cfg.seed)
-    model = build_model(cfg, cfg.model.get("vocab_size") or VOCAB_SIZE, device=device).to(weight_dtype(dtype))
+    return build_model(cfg, cfg.model.get("vocab_size") or VOCAB_SIZE, device=device)
+
+
+def _timed(model: LM, settings: BenchSettings, dtype: torch.dtype) -> dict[str, Any]:
+    """Gate and latency, shown as a table."""
     proof = equivalence.gate(model, length=settings.gate_length, batch=settings.gate_batch, dtype=dtype)
     record = proof | latency(model, settings, dtype=dtype, gate=proof)
     table = Table("figure", "value")

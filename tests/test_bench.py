@@ -330,6 +330,8 @@ def test_command_line(capsys, tmp_path):
         (["+bench.bach=2"], "unknown key 'bench.bach'; did you mean 'bench.batch'?"),
         (["+bench=mechanisms", "bench.only=[latnt]"], "bench.only: there is no case 'latnt'; did you mean 'latent'?"),
         (["out=tests"], "out=tests: name a new file in a folder that exists"),
+        (["run=nowhere"], "no run at nowhere: give a folder that a run has written, with its config.yaml"),
+        (["run=nowhere", "+attn=mla"], "+attn=mla: run=nowhere has its model already; leave one of them out"),
         (["out=nowhere/x.json"], "out=nowhere/x.json: name a new file in a folder that exists"),
     ],
 )
@@ -337,6 +339,15 @@ def test_command_line_refuses_with_a_sentence(capsys, argv, sentence, monkeypatc
     monkeypatch.chdir(Path(__file__).parents[1])
     assert bench.main(argv) == 2
     assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+def test_the_model_of_a_run_is_timed(archlab, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert archlab.tiny("attn=mla", "hydra.run.dir=run").status == 0
+    assert bench.main(["run=run", "bench=smoke", "bench.contexts=[4]", "out=times.json"]) == 0
+    timed = json.loads((tmp_path / "times.json").read_text())
+    assert timed["equivalence/passed"] is True
+    assert timed["latency/decode_ms_per_token_p50/4"] > 0
 
 
 def test_command_line_helps(capsys):
