@@ -155,6 +155,7 @@ CASES |= {
         NEXT
         | {
             "layer_types": ["full_attention"] * LAYERS,
+            "decoder_sparse_step": 3,
             "num_key_value_heads": 1,
             "rope_parameters": {"rope_type": "default", "rope_theta": 9.0, "partial_rotary_factor": 1.0},
         },
@@ -325,6 +326,7 @@ def test_the_released_file_of_kimi_linear_is_read():
         (M3_TYPE, {"output_router_logits": True}),
         (NEXT_TYPE, {"attention_bias": True}),
         (NEXT_TYPE, {"mlp_only_layers": [1]}),
+        (NEXT_TYPE, {"mlp_only_layers": [], "decoder_sparse_step": 2}),
         (NEXT_TYPE, {"shared_expert_intermediate_size": 20}),
         (NEXT_TYPE, {"shared_expert_intermediate_size": 0}),
         (NEXT_TYPE, {"output_router_logits": True}),
