@@ -28,6 +28,11 @@ def human_count(n: float) -> str:
     return _scaled(n, 1000, ("", "k", "M", "B", "T")).replace(" ", "")
 
 
+def human_figure(x: float) -> str:
+    """3 significant digits, or all those before the point."""
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+
+
 def human_context(tokens: int) -> str:
     """1024 -> 1k, 2**20 -> 1M; what is no multiple stays a number."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "k")):
@@ -138,7 +143,7 @@ def _latency(r: Record) -> Table:
 
 
 def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return "-" if value is None else human_figure(value)
 
 
 class Reporter:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from archlab import record
-from archlab.card import human_bytes, human_context, human_count
+from archlab.card import human_bytes, human_context, human_count, human_figure
 from archlab.comparison import CONTEXT, Comparison, Run, Variant, compare, newest, read
 from archlab.errors import UsageError, guarded
 
@@ -40,8 +40,8 @@ def columns(c: Comparison, narrow: bool) -> dict[str, Cell]:
         "cache B/token": ("cache/bytes_per_token_stored", "{:,.0f}".format),
         f"cache at {_at(stored)}": (f"cache/bytes_at/{stored}", human_bytes),
         f"read at {_at(read_at)}": (f"cache/read_bytes_at/{read_at}", human_bytes),
-        f"prefill ms at {_at(prefill)}": (f"latency/prefill_ms_p50/{prefill}", "{:.3g}".format),
-        f"decode ms at {_at(decode)}": (f"latency/decode_ms_per_token_p50/{decode}", "{:.3g}".format),
+        f"prefill ms at {_at(prefill)}": (f"latency/prefill_ms_p50/{prefill}", human_figure),
+        f"decode ms at {_at(decode)}": (f"latency/decode_ms_per_token_p50/{decode}", human_figure),
     }
     cells: dict[str, Cell] = {"variant": lambda v: v.label, "ok" if narrow else "runs": lambda v: _counts(v, narrow)}
     if c.ranks:
