@@ -1,8 +1,8 @@
-"""`python -m archlab`: see archlab/cli.py, or type --help."""
+"""`python -m archlab`: see archlab/cli/main.py, or type --help."""
 
 import sys
 
-from archlab.cli import main
+from archlab.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from hydra.utils import get_object
@@ -192,3 +192,16 @@ class _Unfilled(TorchFunctionMode):
         if func in self.FILLS:
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout inside; afterwards every module is in the mode that it was in."""
+    training = [m for m in model.modules() if m.training]
+    for m in training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True

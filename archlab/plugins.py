@@ -14,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
@@ -84,13 +84,6 @@ def names(group: str) -> list[str]:
         return sorted(found)
 
 
-def load(overrides: Iterable[str] = ()) -> DictConfig:
-    """The composed configuration of the given command-line overrides (outside a running Hydra application)."""
-    register()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
-
-
 def factory(group: str, node: DictConfig | dict[str, Any]) -> Callable[..., Any]:
     """The layer factory that a plugin's configuration describes; unknown and reserved keys are a UsageError."""
     node = OmegaConf.create(node)
@@ -122,6 +115,11 @@ def _check_target(path: str, node: DictConfig, reserved: Collection[str]) -> Non
         raise UsageError(f"{path}._target_={node['_target_']} cannot be loaded: {error.__cause__ or error}") from error
     known = inspect.signature(target).parameters
     hints = _hints(target)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        raise UsageError(
+            f"{path} ({node['_target_']}) takes any key by **kwargs, so that a misspelt one would be lost: "
+            "name its parameters"
+        )
     for key in (k for k in node if not str(k).startswith("_")):
         if key in reserved:
             raise UsageError(f"{path}.{key} is set by the harness, so a plugin's configuration may not set it")
@@ -156,7 +154,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 def _spelled(hint: Any) -> str:
     if get_origin(hint) is Literal:
-        return " or ".join(map(str, get_args(hint)))
+        return " or ".join(str(x).lower() if isinstance(x, bool) else str(x) for x in get_args(hint))
     return " or ".join(PLAIN[kind] for kind in _kinds(hint))
 
 

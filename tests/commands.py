@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
 
-from archlab.cli import main
+from archlab.cli.main import main
 
 TINY = (
     "model.d_model=16",

@@ -10,10 +10,12 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from archlab import plugins
+from archlab.config import compose
+from archlab.config.compose import load
 from archlab.errors import UsageError
 from archlab.mixer import Mixer
 from archlab.model import build_model
-from archlab.plugins import build_layer, check_keys, factory, load, names, nearest
+from archlab.plugins import build_layer, check_keys, factory, names, nearest
 
 SOURCE = '''
 """The mean of all tokens so far."""
@@ -73,7 +75,8 @@ def own_plugin(tmp_path, monkeypatch):
     (tmp_path / "running_mean.py").write_text(SOURCE)
     (conf / "attn" / "mean.yaml").write_text(YAML.format(target="running_mean.RunningMean"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(plugins, "conf_dir", lambda: conf)
+    for module in (plugins, compose):
+        monkeypatch.setattr(module, "conf_dir", lambda: conf)
 
 
 @pytest.fixture

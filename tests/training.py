@@ -11,8 +11,9 @@ from archlab.data import IGNORE
 from archlab.data.base import Dataset
 from archlab.ffn.swiglu import SwiGLU
 from archlab.model import LM
-from archlab.train import Trainer, train
-from archlab.train_settings import TrainSettings
+from archlab.train.loop import train
+from archlab.train.settings import TrainSettings
+from archlab.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 VOCAB = 23

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from archlab.nn.attention import visible
+from archlab.nn.precision import widen, without_autocast
 from archlab.nn.select import select_blocks
 from archlab.nn.tiles import Tiles, merge_lse, take, tile_log_weights, tile_scores
-from archlab.precision import widen, without_autocast
 
 SCORES_PER_PIECE = 1 << 20
 """Scores of the whole prefix held at once."""

@@ -15,7 +15,7 @@ from torch.amp import is_autocast_available
 from torch.nn.functional import grouped_mm, linear
 
 from archlab.nn.glu import glu
-from archlab.precision import without_autocast
+from archlab.nn.precision import without_autocast
 
 
 class Router(nn.Linear):

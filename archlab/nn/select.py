@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from archlab.mixer import Position
-from archlab.precision import widen, without_autocast
+from archlab.nn.precision import widen, without_autocast
 
 SCORES_PER_PIECE = 1 << 21
 """Scores held at once: all t * s of them are computed, but never together."""

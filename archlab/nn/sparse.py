@@ -18,9 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from archlab.mixer import Position
 from archlab.nn.align import tiled_divergence
+from archlab.nn.precision import widen, without_autocast
 from archlab.nn.select import query_positions
 from archlab.nn.tiles import Tiles, group_by_block, merge_lse, take, tile_log_weights, tile_scores
-from archlab.precision import widen, without_autocast
 
 PARTIALS_PER_CHUNK = 1 << 23
 """Elements of partial results, k for each query, held before they are merged."""

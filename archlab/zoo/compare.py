@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from archlab.cli import configuration
+from archlab.config.compose import configuration
 from archlab.zoo.models import LONGEST, PER_TOKEN, Model
 from archlab.zoo.published import BITS, Claim
 

@@ -14,8 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from archlab.card import human_bytes, human_context
-from archlab.figure import DPI, SUFFIXES
+from archlab.measure.units import human_bytes, human_context
+from archlab.report.figure import DPI, SUFFIXES
 from archlab.zoo.compare import Comparison, crossings
 from archlab.zoo.models import LONGEST, PER_FIRST_TOKEN, PER_TOKEN, Model
 

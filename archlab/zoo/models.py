@@ -10,14 +10,13 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.overrides import TorchFunctionMode
 from yaml import YAMLError
 
-from archlab import account
-from archlab.check import check_config
-from archlab.cli import configuration, top_level
+from archlab.config.check import check_config
+from archlab.config.compose import configuration, load, quote, top_level
 from archlab.data import build_dataset
 from archlab.errors import UsageError
+from archlab.measure import account
 from archlab.model import LM, build_model
-from archlab.plugins import GROUPS, load, names
-from archlab.run import quote
+from archlab.plugins import GROUPS, names
 from archlab.zoo.published import Published
 
 CONTEXTS = (1 << 13, 1 << 17, 1 << 20)

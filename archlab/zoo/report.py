@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from archlab.card import human_context
+from archlab.measure.units import human_context
 from archlab.zoo.compare import Comparison, crossings
 from archlab.zoo.models import BYTES_AT, CONSTANT, CONTEXTS, FLOPS, PER_FIRST_TOKEN, PER_TOKEN, Model
 from archlab.zoo.published import BITS, Claim

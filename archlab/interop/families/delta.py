@@ -11,22 +11,22 @@ from archlab.interop.weights import Weight
 
 def _write_conv_size(conv_size: int) -> tuple:
     if conv_size < 1:
-        raise UsageError(f"kda.conv_size={conv_size} (it always has a convolution)")
+        raise UsageError(f"linear.conv_size={conv_size} (it always has a convolution)")
     return (conv_size,)
 
 
 DELTA = (
-    Setting(("linear_conv_kernel_dim",), ("kda.conv_size",), lambda size: (size,), _write_conv_size),
-    norm_eps("kda"),
-    only("kda.feature_map", "l2"),
-    only("kda.rope_dim", 0),
-    only("kda.delta", True),
-    only("kda.beta_max", 1.0),
-    only("kda.decay_gate", "softplus"),
-    only("kda.norm", "rms"),
-    without_effect("kda.rope_theta", 10_000.0),
-    without_effect("kda.decay_floor", -5.0),
-    without_effect("kda.chunk_size", 32),
+    Setting(("linear_conv_kernel_dim",), ("linear.conv_size",), lambda size: (size,), _write_conv_size),
+    norm_eps("linear"),
+    only("linear.feature_map", "l2"),
+    only("linear.rope_dim", 0),
+    only("linear.delta", True),
+    only("linear.beta_max", 1.0),
+    only("linear.decay_gate", "softplus"),
+    only("linear.norm", "rms"),
+    without_effect("linear.rope_theta", 10_000.0),
+    without_effect("linear.decay_floor", -5.0),
+    without_effect("linear.chunk_size", 32),
 )
 
 

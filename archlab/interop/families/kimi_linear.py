@@ -7,7 +7,7 @@ Shapes: h heads.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from archlab.attn.kda import KimiDeltaAttention
+from archlab.attn.linear import LinearAttention
 from archlab.attn.mla import MultiHeadLatentAttention
 from archlab.errors import UsageError
 from archlab.ffn.moe_deepseek import DeepSeekMoE
@@ -29,21 +29,21 @@ def _write_heads(n_heads: int, head_dim: int, n_v_heads: int, v_head_dim: int, d
         ("decay_rank", decay_rank, head_dim),
     ):
         if value != wanted:
-            raise UsageError(f"kda.{name}={value} (it has only that of the keys, {wanted})")
+            raise UsageError(f"linear.{name}={value} (it has only that of the keys, {wanted})")
     return n_heads, head_dim
 
 
 KDA = (
     Setting(
         ("linear_num_heads", "linear_head_dim"),
-        ("kda.n_heads", "kda.head_dim", "kda.n_v_heads", "kda.v_head_dim", "kda.decay_rank"),
+        ("linear.n_heads", "linear.head_dim", "linear.n_v_heads", "linear.v_head_dim", "linear.decay_rank"),
         lambda n_heads, head_dim: (n_heads, head_dim, n_heads, head_dim, head_dim),
         _write_heads,
     ),
     *DELTA,
-    only("kda.decay", "channel"),
-    only("kda.gate", "low_rank"),
-    only("kda.gate_act", "sigmoid"),
+    only("linear.decay", "channel"),
+    only("linear.gate", "low_rank"),
+    only("linear.gate_act", "sigmoid"),
 )
 MLA = (
     *(setting for setting in deepseek.MLA if not {"attn", "mla.rope", "mla.rope_theta"} & set(setting.ours)),
@@ -57,7 +57,7 @@ STACK = (
     *KDA,
     *MLA,
     # Only of a layer that is full attention does its cache know the length.
-    mixers({"linear_attention": "kda", "full_attention": "mla"}, needed="mla"),
+    mixers({"linear_attention": "linear", "full_attention": "mla"}, needed="mla"),
 )
 UNREAD_BY_BOTH = (
     *(name for name in UNREAD if name != "max_position_embeddings"),
@@ -79,7 +79,7 @@ SPELLED_OUT = {
 }
 
 
-def _kda_weights(mixer: KimiDeltaAttention, config: Mapping[str, Any]) -> Iterable[Weight]:
+def _kda_weights(mixer: LinearAttention, config: Mapping[str, Any]) -> Iterable[Weight]:
     width, rank = mixer.n_heads * mixer.head_dim, mixer.head_dim
     parts = {"q_proj": width, "k_proj": width, "v_proj": width, "b_proj": mixer.n_heads}
     parts |= {"forget_gate.f_a_proj": rank, "g_a_proj": rank}
@@ -105,7 +105,7 @@ def _moe_weights(ffn: DeepSeekMoE, config: Mapping[str, Any]) -> Iterable[Weight
 
 
 MIXER_WEIGHTS = {
-    KimiDeltaAttention: _kda_weights,
+    LinearAttention: _kda_weights,
     MultiHeadLatentAttention: lambda mixer, config: deepseek.mla_weights(mixer),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from archlab.attn.gqa import GroupedQueryAttention
-from archlab.attn.kda import KimiDeltaAttention
+from archlab.attn.linear import LinearAttention
 from archlab.errors import UsageError
 from archlab.ffn.moe_deepseek import DeepSeekMoE
 from archlab.interop.families import deepseek
@@ -40,15 +40,15 @@ def _read_dense(n_layers: int, dense: Sequence[int], decoder_sparse_step: int) -
 
 
 GDN = (
-    same("linear_num_key_heads", "kda.n_heads"),
-    same("linear_key_head_dim", "kda.head_dim"),
-    same("linear_num_value_heads", "kda.n_v_heads"),
-    same("linear_value_head_dim", "kda.v_head_dim"),
+    same("linear_num_key_heads", "linear.n_heads"),
+    same("linear_key_head_dim", "linear.head_dim"),
+    same("linear_num_value_heads", "linear.n_v_heads"),
+    same("linear_value_head_dim", "linear.v_head_dim"),
     *DELTA,
-    only("kda.decay", "scalar"),
-    only("kda.gate", "full"),
-    only("kda.gate_act", "silu"),
-    without_effect("kda.decay_rank", None),
+    only("linear.decay", "scalar"),
+    only("linear.gate", "full"),
+    only("linear.gate_act", "silu"),
+    without_effect("linear.decay_rank", None),
 )
 GATED_ATTENTION = (
     same("num_attention_heads", "gqa.n_heads"),
@@ -88,7 +88,7 @@ MOE = (
 )
 
 
-def _gdn_weights(mixer: KimiDeltaAttention, config: Mapping[str, Any]) -> Iterable[Weight]:
+def _gdn_weights(mixer: LinearAttention, config: Mapping[str, Any]) -> Iterable[Weight]:
     """Their rows stand by key heads: a query, a key, the values and gates that it serves; their betas and decays."""
     h, g, k, v = mixer.n_heads, mixer.n_v_heads, mixer.head_dim, mixer.v_head_dim
     sizes = [h * k, h * k, g * v, g, g, g * v]
@@ -137,13 +137,13 @@ QWEN3_NEXT = Family(
         *(setting for setting in DECODER if setting.ours != ("model.norm",)),
         only("model.norm", "gemma"),
         # Only of a layer that is full attention does its cache know the length.
-        mixers({"linear_attention": "kda", "full_attention": "gqa"}, needed="gqa"),
+        mixers({"linear_attention": "linear", "full_attention": "gqa"}, needed="gqa"),
         *GDN,
         *GATED_ATTENTION,
         *MOE,
     ),
     weights={
-        KimiDeltaAttention: _gdn_weights,
+        LinearAttention: _gdn_weights,
         GroupedQueryAttention: _gqa_weights,
         DeepSeekMoE: _moe_weights,
     },

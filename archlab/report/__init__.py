@@ -1,0 +1,1 @@
+"""Many records side by side."""

@@ -1,0 +1,192 @@
+"""Runs as they may be compared: seeds of one variant together, runs of different data apart."""
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from archlab.errors import UsageError
+from archlab.measure.units import contexts
+from archlab.run import record
+
+CONTEXT = 8192
+"""Tokens of context at which caches and latencies are compared, where they were measured there."""
+
+LEAST_SEEDS = 2
+"""Seeds that a place in the ranking takes: one cannot tell an effect from noise."""
+
+SHARED = {
+    "trained with different budgets": ("data/train_tokens",),
+    "timed on different machines or settings": ("env/cpu", "env/device", "env/threads", "env/torch"),
+    "timed at different batch sizes or number formats": ("latency/batch", "latency/dtype"),
+}
+"""What a reader must be told, by the entries that runs must share for it not to be so."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One record, and the file it stands in."""
+
+    path: Path
+    entries: dict[str, Any]
+
+    @property
+    def status(self) -> str:
+        return self.entries["status"]
+
+    @property
+    def fault(self) -> str:
+        """How it ended, its name, the reason and the file, in one line."""
+        e = self.entries
+        return f"{self.status}: {e['variant/name']} seed {e['seed']}: {e.get('error', '')} ({self.path})"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The runs of one configuration, which differ in their seed."""
+
+    label: str
+    runs: Sequence[Run]
+
+    @cached_property
+    def ok(self) -> list[dict[str, Any]]:
+        """The records of the runs that ended well."""
+        return [run.entries for run in self.runs if run.status == "ok"]
+
+    def values(self, key: str) -> list[float]:
+        return [entries[key] for entries in self.ok if entries.get(key) is not None]
+
+    def mean(self, key: str) -> float | None:
+        values = self.values(key)
+        return statistics.fmean(values) if values else None
+
+    def deviation(self, key: str) -> float | None:
+        """The standard deviation between seeds; None of a single one."""
+        values = self.values(key)
+        return statistics.stdev(values) if len(values) > 1 else None
+
+    def count(self, status: str) -> int:
+        return sum(run.status == status for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants that saw the same data."""
+
+    fingerprint: str | None
+    variants: Sequence[Variant]
+    context: int = CONTEXT
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        return [entries for variant in self.variants for entries in variant.ok]
+
+    @property
+    def title(self) -> str:
+        if not self.fingerprint:
+            return "no data: static figures"
+        names = {run.entries.get("data/name") for variant in self.variants for run in variant.runs} - {None}
+        return f"data {'/'.join(sorted(names))} {self.fingerprint[:8]}"
+
+    def measured_context(self, prefix: str) -> int | None:
+        """The longest context up to the stated one, else the shortest, that every record with any has."""
+        found = [set(c) for c in (contexts(entries, prefix) for entries in self.records) if c]
+        common = sorted(set.intersection(*found)) if found else []
+        return max((c for c in common if c <= self.context), default=min(common, default=None))
+
+    @cached_property
+    def ranks(self) -> dict[str, str]:
+        """Place by mean validation loss, of variants with enough seeds. Two whose seeds overlap share a place."""
+        able = [v for v in self.variants if len(v.values("quality/val_loss")) >= LEAST_SEEDS]
+        places, leader = {}, None
+        for i, variant in enumerate(sorted(able, key=lambda v: v.mean("quality/val_loss")), start=1):
+            losses = variant.values("quality/val_loss")
+            if leader is None or min(losses) > leader[1]:
+                leader = (i, max(losses))
+            places[variant.label] = f"{leader[0]}{'=' if leader[0] != i else ''}"
+        return places
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know before comparing the rows."""
+        notes = [what for what, keys in SHARED.items() if any(len(self._distinct(key)) > 1 for key in keys)]
+        if any(entries.get("env/parallel_jobs", 1) > 1 for entries in self.records):
+            notes.append("timed while other runs shared the machine")
+        if len({frozenset(e["seed"] for e in v.ok) for v in self.variants if v.ok}) > 1:
+            notes.append("not of the same seeds")
+        notes = [f"these runs were {note}" for note in notes]
+        if any(0 < len(v.values("quality/val_loss")) < LEAST_SEEDS for v in self.variants):
+            notes.append(
+                f"a place in the ranking takes {LEAST_SEEDS} seeds of a variant: one cannot tell an effect from noise"
+            )
+        return notes
+
+    def _distinct(self, key: str) -> set[Any]:
+        return {entries[key] for entries in self.records if key in entries}
+
+
+def read(folders: Iterable[Path]) -> list[Run]:
+    """All records at and below the folders. Errors: UsageError for a missing folder or a damaged record."""
+    paths = set()
+    for folder in folders:
+        if not folder.exists():
+            raise UsageError(f"there is no {folder}: give a folder that runs have written")
+        paths |= {folder} if folder.is_file() else set(folder.rglob(record.RESULT))
+    return [Run(path, record.read(path)) for path in sorted(paths, key=_natural)]
+
+
+def _natural(path: Path) -> list[int | str]:
+    """A sorting key by which 2 comes before 10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
+
+
+def compare(runs: Sequence[Run], context: int = CONTEXT) -> list[Comparison]:
+    """One comparison for each data set, each variant in it once."""
+    by_data: dict[str | None, dict[str, list[Run]]] = {}
+    for run in (kept := newest(runs)):
+        variants = by_data.setdefault(_fingerprint(run, kept), {})
+        variants.setdefault(run.entries["variant/hash"], []).append(run)
+    labels = _labels(kept)
+    return [
+        Comparison(fingerprint, [Variant(labels[key], group) for key, group in variants.items()], context)
+        for fingerprint, variants in by_data.items()
+    ]
+
+
+def newest(runs: Sequence[Run]) -> list[Run]:
+    """One run for each variant and seed: repeating a seed adds no evidence. A good one before others, then the last."""
+    kept: dict[str, Run] = {}
+    for run in runs:
+        key = run.entries["config_hash"]
+        if key not in kept or run.status == "ok" or kept[key].status != "ok":
+            kept[key] = run
+    return list(kept.values())
+
+
+def _fingerprint(run: Run, runs: Sequence[Run]) -> str | None:
+    """Of the data of a run; of one that failed before it had any, that of its variant or the only one there is."""
+    own = run.entries.get("data/fingerprint")
+    if own or run.status == "ok":
+        return own
+    found = {r.entries["variant/hash"]: f for r in runs if (f := r.entries.get("data/fingerprint"))}
+    only = next(iter(found.values())) if len(set(found.values())) == 1 else None
+    return found.get(run.entries["variant/hash"], only)
+
+
+def _labels(runs: Sequence[Run]) -> dict[str, str]:
+    """By variant hash, its name, with the settings that tell it from others of that name."""
+    words = {r.entries["variant/hash"]: (r.entries["variant/name"], _settings(r.entries)) for r in runs}
+    labels = {}
+    for key, (name, settings) in words.items():
+        namesakes = [other for n, other in words.values() if n == name]
+        own = [s for s in settings if not all(s in other for other in namesakes)]
+        labels[key] = " ".join([name, *own])
+    return labels
+
+
+def _settings(entries: dict[str, Any]) -> list[str]:
+    chosen = [f"{key.removeprefix('config/')}={value}" for key, value in entries.items() if key.startswith("config/")]
+    return [s for s in (*chosen, *entries["overrides"].split()) if s not in entries["variant/name"].split()]

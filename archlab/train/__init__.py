@@ -1,0 +1,1 @@
+"""Training: a step, the loop around it, checkpoints, evaluation."""
