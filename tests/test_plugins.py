@@ -177,6 +177,11 @@ class Whole:
         self.parts, self.place = parts, (layer_idx, n_layers)
 
 
+class Swallower:
+    def __init__(self, d_model: int, **kwargs):
+        pass
+
+
 PART = {"_target_": f"{__name__}.Part", "_partial_": True}
 
 
@@ -203,6 +208,7 @@ def whole(part=None, **keys):
         (PART | {"on": 1}, "attn.on=1 must be true or false"),
         (PART | {"kind": 3}, "attn.kind=3 must be text"),
         (whole({"rate": "fast"}), "attn.parts.one.rate='fast' must be a number"),
+        ({"_target_": f"{__name__}.Swallower", "widht": 3}, r"attn .*Swallower\) takes any key by \*\*kwargs"),
         (PART | {"_target_": "nowhere.Part"}, "attn._target_=nowhere.Part cannot be loaded: No module named 'nowhere'"),
         (PART | {"_target_": f"{__name__}.Prat"}, "attn._target_=.*Prat cannot be loaded"),
         (whole({"_partial_": False}), "attn: .*missing 1 required positional argument: 'd_model'"),

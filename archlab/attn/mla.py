@@ -13,9 +13,11 @@ key / rotary query and key / value.
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from archlab.attn.gqa import width_of_head
 from archlab.errors import UsageError
 from archlab.mixer import Aux, Mixer, Position, State
 from archlab.nn.attention import append, causal_attention, wants_one_width
@@ -35,11 +37,11 @@ class MultiHeadLatentAttention(Mixer):
 
     Args:
         n_heads: heads of queries, keys and values.
-        kv_lora_rank: dc, channels of the cached latent.
+        kv_lora_rank: dc, channels of the cached latent; None means four times d_model / n_heads (the paper's choice).
         q_lora_rank: channels of a latent for the queries; None means queries straight from the input.
-        qk_nope_head_dim: dn, channels of a head's query and key that carry no position.
-        qk_rope_head_dim: dr, those that rotate; the key's are shared by all heads.
-        v_head_dim: dv, channels of a head's value.
+        qk_nope_head_dim: dn, channels of a head's query and key that carry no position; None means d_model / n_heads.
+        qk_rope_head_dim: dr, those that rotate; the key's are shared by all heads; None means half of dn, made even.
+        v_head_dim: dv, channels of a head's value; None means d_model / n_heads.
         rope: False leaves the dr channels unrotated (NoPE, as in Kimi Linear, arXiv:2510.26692).
         rope_theta: base of the rotation's wavelengths.
         norm_eps: epsilon of the RMSNorm over each latent.
@@ -50,10 +52,10 @@ class MultiHeadLatentAttention(Mixer):
         d_model: int,
         *,
         n_heads: int,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
+        kv_lora_rank: int | None = None,
+        qk_nope_head_dim: int | None = None,
+        qk_rope_head_dim: int | None = None,
+        v_head_dim: int | None = None,
         q_lora_rank: int | None = None,
         rope: bool = True,
         rope_theta: float = 10_000.0,
@@ -61,6 +63,13 @@ class MultiHeadLatentAttention(Mixer):
     ):
         super().__init__()
         self.n_heads, self.rope, self.norm_eps = n_heads, rope, norm_eps
+        if None in (kv_lora_rank, qk_nope_head_dim, v_head_dim):
+            width = width_of_head(d_model, n_heads)
+            kv_lora_rank = 4 * width if kv_lora_rank is None else kv_lora_rank
+            qk_nope_head_dim = width if qk_nope_head_dim is None else qk_nope_head_dim
+            v_head_dim = width if v_head_dim is None else v_head_dim
+        if qk_rope_head_dim is None:
+            qk_rope_head_dim = 2 * -(-qk_nope_head_dim // 4)
         self.kv_lora_rank = self.dc = kv_lora_rank
         self.q_lora_rank = q_lora_rank
         self.qk_nope_head_dim = self.dn = qk_nope_head_dim
@@ -120,7 +129,7 @@ class MultiHeadLatentAttention(Mixer):
             q, k, v = _widen(q, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = causal_attention(q, k, v, pos=pos, scale=self.scale)[..., : self.dv]
-        return y.transpose(1, 2).flatten(2)
+        return rearrange(y, "b h t v -> b t (h v)")
 
     def absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, pos: Position) -> Tensor:
         """The same of the latents themselves: W_UK moves into the query, W_UV behind the attention -> (b t h*dv)."""

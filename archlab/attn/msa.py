@@ -43,7 +43,7 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
         norm, norm_eps: kind ("rms", or "gemma", times 1 + weight) and epsilon of all norms over queries and keys.
         block_size: B, consecutive tokens chosen together.
         top_k_blocks: k, blocks that a query of a group attends to; its own, always chosen, is one of them.
-        d_index: e, width of the index queries and keys.
+        d_index: e, width of the index queries and keys; None means half a head, made even.
         index_norm: a norm over each index query and key, as in the released MiniMax-M3 (the paper shows none).
         index_rope_dim: channels of them that rotate, as there (the paper shows none); None means all, 0 none. Without
             rotation, equal tokens in a first layer score equally wherever they stand.
@@ -62,7 +62,7 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
         head_dim: int | None = None,
         block_size: int,
         top_k_blocks: int,
-        d_index: int,
+        d_index: int | None = None,
         qk_norm: bool = False,
         rope_dim: int | None = None,
         rope_theta: float = 10_000.0,
@@ -84,6 +84,7 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
             norm=norm,
             norm_eps=norm_eps,
         )
+        d_index = 2 * -(-self.head_dim // 4) if d_index is None else d_index
         self.block_size, self.top_k_blocks, self.d_index = block_size, top_k_blocks, d_index
         self.index_rope_dim = d_index if index_rope_dim is None else index_rope_dim
         self.index_norm, self.kl_coef, self.warmup = index_norm, kl_coef, warmup

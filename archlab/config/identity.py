@@ -40,13 +40,13 @@ OmegaConf.register_new_resolver("cell_hash", lambda *, _root_: cell_hash(_root_)
 
 def differences(earlier: DictConfig, now: DictConfig) -> str:
     """Every key whose value differs, with both values, in one line."""
-    before, after = (_flat(OmegaConf.to_container(cfg, resolve=True)) for cfg in (earlier, now))
+    before, after = (flatten(OmegaConf.to_container(cfg, resolve=True)) for cfg in (earlier, now))
     keys = [key for key in sorted(before | after) if before.get(key) != after.get(key) and key != "train.resume"]
     return ", ".join(f"{key}={before.get(key)}, now {after.get(key)}" for key in keys)
 
 
-def _flat(node: Any, path: str = "") -> dict[str, Any]:
+def flatten(node: Any, path: str = "") -> dict[str, Any]:
     """The values of nested dicts by dotted key."""
     if not isinstance(node, dict):
         return {path: node}
-    return {k: v for name, child in node.items() for k, v in _flat(child, f"{path}.{name}".lstrip(".")).items()}
+    return {k: v for name, child in node.items() for k, v in flatten(child, f"{path}.{name}".lstrip(".")).items()}

@@ -33,6 +33,7 @@ class Dataset:
         n_tokens: tokens of each split; a split that is generated without end is absent.
         fingerprint: sha256 over the tokens and the settings that decide what is trained and evaluated on.
         codec: text to token ids and back; None for a task.
+        warning: what a user must know of the data before training on it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Dataset:
     n_tokens: dict[str, int]
     fingerprint: str
     codec: Codec | None = None
+    warning: str | None = None
 
     def __init__(self, *, context: int, eval_tokens: int | None):
         check_whole("data.context", context)

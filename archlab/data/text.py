@@ -10,6 +10,9 @@ from archlab.data.codec import Codec, encode_bytes, encode_characters
 from archlab.data.stream import TokenStream
 from archlab.errors import UsageError
 
+MOST_INVALID_SHARE = 0.3
+"""Up to that share of bytes that are not UTF-8, a text may be one in another encoding."""
+
 
 class Text(TokenStream):
     """The head of the text trains, the middle validates, the tail tests.
@@ -35,9 +38,20 @@ class Text(TokenStream):
             raise UsageError("data=text needs a text: give data.path=FILE or data.path=FOLDER")
         if tokens not in ("bytes", "characters"):
             raise UsageError(f"data.tokens={tokens!r}: give bytes or characters")
-        codec, ids = _encode(_read(Path(to_absolute_path(str(Path(path).expanduser()))), path), tokens, path)
+        data = _read(Path(to_absolute_path(str(Path(path).expanduser()))), path)
+        codec, ids = _encode(data, tokens, path)
         splits = split_stream(ids, context, val_fraction, test_fraction, f"data.path={path}")
         super().__init__(name="text", codec=codec, splits=splits, context=context, eval_tokens=eval_tokens)
+        self.warning = _warning(data, path)
+
+
+def _warning(data: bytes, given: str) -> str | None:
+    """That a text is none, with the share of its bytes that no text holds: NUL, and what is not UTF-8."""
+    n_zeros, n_invalid = data.count(0), len(data) - len(data.decode("utf-8", "ignore").encode())
+    if not n_zeros and n_invalid <= MOST_INVALID_SHARE * len(data):
+        return None
+    shares = f"{n_zeros / len(data):.1%} of its bytes are NUL, {n_invalid / len(data):.1%} are not UTF-8"
+    return f"data.path={given} does not look like text: {shares}"
 
 
 def split_stream(

@@ -12,6 +12,7 @@ Shapes: b batch, t tokens, h heads, k key width, v value width, n chunks of c to
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -110,7 +111,7 @@ def chunked(
         carry = torch.baddbmm(carry, into, torch.bmm(inverse, beta_k), alpha=-1)
     maps = (x.view(n, b * h, width + c, -1) for x in (carry, torch.bmm(into, values)))
     y, last = StateScan.apply(*maps, state.reshape(b * h, width, -1))
-    y = y.view(n, b, h, c, -1).permute(1, 0, 3, 2, 4).reshape(b, n * c, h, -1)
+    y = rearrange(y, "n (b h) c v -> b (n c) h v", b=b)
     return y[:, :t], last.view(state.shape)
 
 
@@ -124,7 +125,7 @@ def _fold(x: Tensor | None, n: int, c: int) -> Tensor | None:
         return None
     if x.shape[1] < n * c:
         x = pad(x, (0, 0, 0, 0, 0, n * c - x.shape[1]))
-    return x.unflatten(1, (n, c)).permute(1, 0, 3, 2, 4).reshape(-1, c, x.shape[-1])
+    return rearrange(x, "b (n c) h d -> (n b h) c d", n=n)
 
 
 def _decayed_products(k: Tensor, g: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,9 @@ CONTEXT = 8192
 
 LEAST_SEEDS = 2
 """Seeds that a place in the ranking takes: one cannot tell an effect from noise."""
+
+UNTOLD = ("seed=", "data.seed=", "init_seed=", "hydra.", "train.resume=")
+"""Settings that tell no variant from another."""
 
 SHARED = {
     "trained with different budgets": ("data/train_tokens",),
@@ -74,11 +78,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants that saw the same data."""
+    """Variants that saw the same data. `shared` holds the settings that all of them have."""
 
     fingerprint: str | None
     variants: Sequence[Variant]
     context: int = CONTEXT
+    shared: Sequence[str] = ()
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
@@ -145,15 +150,21 @@ def _natural(path: Path) -> list[int | str]:
 
 def compare(runs: Sequence[Run], context: int = CONTEXT) -> list[Comparison]:
     """One comparison for each data set, each variant in it once."""
-    by_data: dict[str | None, dict[str, list[Run]]] = {}
-    for run in (kept := newest(runs)):
-        variants = by_data.setdefault(_fingerprint(run, kept), {})
-        variants.setdefault(run.entries["variant/hash"], []).append(run)
-    labels = _labels(kept)
+    kept = newest(runs)
+    by_data: dict[str | None, list[Run]] = {}
+    for run in kept:
+        by_data.setdefault(_fingerprint(run, kept), []).append(run)
     return [
-        Comparison(fingerprint, [Variant(labels[key], group) for key, group in variants.items()], context)
-        for fingerprint, variants in by_data.items()
+        Comparison(fingerprint, _variants(group), context, shared_settings(group))
+        for fingerprint, group in by_data.items()
     ]
+
+
+def _variants(runs: Sequence[Run]) -> list[Variant]:
+    labels, by_hash = _labels(runs), {}
+    for run in runs:
+        by_hash.setdefault(run.entries["variant/hash"], []).append(run)
+    return [Variant(labels[key], group) for key, group in by_hash.items()]
 
 
 def newest(runs: Sequence[Run]) -> list[Run]:
@@ -177,16 +188,27 @@ def _fingerprint(run: Run, runs: Sequence[Run]) -> str | None:
 
 
 def _labels(runs: Sequence[Run]) -> dict[str, str]:
-    """By variant hash, its name, with the settings that tell it from others of that name."""
-    words = {r.entries["variant/hash"]: (r.entries["variant/name"], _settings(r.entries)) for r in runs}
-    labels = {}
-    for key, (name, settings) in words.items():
-        namesakes = [other for n, other in words.values() if n == name]
-        own = [s for s in settings if not all(s in other for other in namesakes)]
-        labels[key] = " ".join([name, *own])
-    return labels
+    """By variant hash, its attention and FFN, with the settings that not all of the runs share."""
+    common, labels = set(shared_settings(runs)), {}
+    for run in runs:
+        own = [s for s in _settings(run.entries) if s not in common]
+        labels[run.entries["variant/hash"]] = " ".join([_stack(run.entries), *own])
+    again = {label for label, n in Counter(labels.values()).items() if n > 1}
+    return {key: f"{label} #{key[:6]}" if label in again else label for key, label in labels.items()}
+
+
+def shared_settings(runs: Sequence[Run]) -> list[str]:
+    """The settings that every run has, as `key=value`: said once, they need not stand in each label."""
+    found = [_settings(run.entries) for run in runs]
+    return [s for s in found[0] if all(s in other for other in found)] if found else []
+
+
+def _stack(entries: dict[str, Any]) -> str:
+    return f"{entries['variant/attn']}+{entries['variant/ffn']}"
 
 
 def _settings(entries: dict[str, Any]) -> list[str]:
+    """What was set for a run beside its attention and its FFN, each once; its seed is a column of its own."""
     chosen = [f"{key.removeprefix('config/')}={value}" for key, value in entries.items() if key.startswith("config/")]
-    return [s for s in (*chosen, *entries["overrides"].split()) if s not in entries["variant/name"].split()]
+    words = [*chosen, *entries["overrides"].split()]
+    return [s for s in dict.fromkeys(words) if not s.startswith(UNTOLD)]

@@ -93,7 +93,7 @@ def draw(c: "Comparison", stem: Path) -> list[Path]:
         FigureCanvasAgg(figure).draw()  # lays out, which decides where a point lies
         for ax, panel in zip(axes, panels, strict=True):
             if n <= MOST_LABELS:
-                label(ax, panel.points(c), _short_names(c))
+                label(ax, panel.points(c), short_names(c))
         files = [stem.with_name(stem.name + suffix) for suffix in SUFFIXES]
         for file in files:
             figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
@@ -101,7 +101,7 @@ def draw(c: "Comparison", stem: Path) -> list[Path]:
 
 
 def _plot(ax: Axes, panel: Panel, c: "Comparison") -> None:
-    points, (colours, markers) = panel.points(c), _styles(c)
+    points, (colours, markers) = panel.points(c), styles(c)
     for p in points:
         (low, high), first = p.range, p.variant.ok[0]
         colour, marker = colours[first["variant/attn"]], markers[first["variant/ffn"]]
@@ -120,7 +120,7 @@ def _plot(ax: Axes, panel: Panel, c: "Comparison") -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def _styles(c: "Comparison") -> tuple[Mapping[str, tuple], Mapping[str, str]]:
+def styles(c: "Comparison") -> tuple[Mapping[str, tuple], Mapping[str, str]]:
     """The colour of each attention and the marker of each FFN."""
     attns, ffns = (dict.fromkeys(entries[f"variant/{group}"] for entries in c.records) for group in ("attn", "ffn"))
     dark_first = [*matplotlib.color_sequences["tab20"][::2], *matplotlib.color_sequences["tab20"][1::2]]
@@ -129,13 +129,13 @@ def _styles(c: "Comparison") -> tuple[Mapping[str, tuple], Mapping[str, str]]:
 
 
 def _legend(figure: Figure, c: "Comparison") -> None:
-    colours, markers = _styles(c)
+    colours, markers = styles(c)
     handles = [Line2D([], [], ls="", marker="o", color=colour, label=name) for name, colour in colours.items()]
     handles += [Line2D([], [], ls="", marker=marker, color="0.4", label=name) for name, marker in markers.items()]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
 
 
-def _short_names(c: "Comparison") -> dict[str, str]:
+def short_names(c: "Comparison") -> dict[str, str]:
     """By label, what a point is called: without the FFN where all have the same."""
     ffns = {entries["variant/ffn"] for entries in c.records}
     shared = f"+{ffns.pop()}" if len(ffns) == 1 else ""

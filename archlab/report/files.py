@@ -1,6 +1,7 @@
 """The files of a report: CSV, Markdown and the pictures."""
 
 import csv
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from archlab.report.table import closing_lines, rows
 
 def write(runs: Sequence[Run], out: Path, context: int = CONTEXT) -> list[Path]:
     """Write report.csv, report.md and the pictures; returns the files."""
-    from archlab.report import figure
+    from archlab.report import curves, figure
 
     out.mkdir(parents=True, exist_ok=True)
     comparisons = compare(runs, context)
@@ -19,12 +20,18 @@ def write(runs: Sequence[Run], out: Path, context: int = CONTEXT) -> list[Path]:
     _write_csv(written[0], comparisons)
     for c in comparisons:
         stem = "report" if len(comparisons) == 1 else f"report-{(c.fingerprint or 'static')[:8]}"
-        pictures = figure.draw(c, out / stem)
-        written += pictures
-        text += [f"## {c.title}", _markdown(rows(c)), *(f"* {note}" for note in c.notes)]
+        pictures = {
+            "loss against cache bytes and against decode latency": figure.draw(c, out / stem),
+            "cache bytes and decode latency against context": curves.draw(c, out / f"{stem}-contexts"),
+        }
+        written += itertools.chain.from_iterable(pictures.values())
         text += [
-            f"![loss against cache bytes and against decode latency]({p.name})" for p in pictures if p.suffix == ".svg"
+            f"## {c.title}",
+            *([f"All with `{' '.join(c.shared)}`."] if c.shared else []),
+            _markdown(rows(c)),
+            *(f"* {note}" for note in c.notes),
         ]
+        text += [f"![{title}]({p.name})" for title, files in pictures.items() for p in files if p.suffix == ".svg"]
     text += [f"* {line}" for line in closing_lines(runs)]
     written[1].write_text("\n\n".join(text) + "\n", encoding="utf-8")
     return written

@@ -76,6 +76,8 @@ def show(runs: Sequence[Run], console: Console, context: int = CONTEXT) -> None:
     for c in compare(runs, context):
         header, *body = rows(c, narrow=console.width < WIDE)
         console.print(c.title, style="bold", highlight=False)
+        if c.shared:
+            console.print(f"all with {' '.join(c.shared)}", highlight=False, markup=False, soft_wrap=True)
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for i, name in enumerate(header):
             stacked = name.replace(" at ", "\nat\N{NO-BREAK SPACE}").replace(" ", "\n")

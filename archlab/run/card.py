@@ -40,7 +40,8 @@ def _parameters(r: Record) -> list[str]:
         return []
     total, active = human_count(r["params/total"]), human_count(r["params/active"])
     parts = [f"{name} {human_count(r[f'params/{name}'])}" for name in ("attention", "ffn")]
-    return [f"{total}, {active} active at a token; {', '.join(parts)}"]
+    lines = [f"{total}, {active} active at a token; {', '.join(parts)}"]
+    return lines + ([f"fixed, whatever d_model: {fixed}"] if (fixed := r.get("variant/fixed_widths")) else [])
 
 
 def _flops(r: Record) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import joblib
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
@@ -73,4 +72,6 @@ class Job:
 
 def _n_parallel(n_jobs: int) -> int:
     """Runs side by side for joblib's `n_jobs`, which counts down from all cores where it is negative."""
+    import joblib  # for those who run side by side
+
     return n_jobs if n_jobs > 0 else max(1, joblib.cpu_count() + 1 + n_jobs)

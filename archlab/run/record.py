@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,17 @@ from typing import Any, Literal
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from archlab.config.identity import config_hash, differences
+from archlab.config.identity import config_hash, differences, flatten
 from archlab.errors import UsageError
+from archlab.plugins import GROUPS
 from archlab.run import log
 from archlab.train import checkpoint
 
 CONFIG, RESULT = checkpoint.CONFIG_FILE_NAME, "result.json"
+
+
+WIDTH = re.compile(r"\.(d_\w+|\w+_dim|\w+_rank)$")
+"""What the parameters of plugins that are widths in channels are called."""
 
 
 def claim(
@@ -80,7 +86,14 @@ def identity(cfg: DictConfig, choices: Mapping[str, str], overrides: Sequence[st
         "config_hash": config_hash(cfg),
         **{f"config/{group}": choices[group] for group in ("model", "data", "train") if group in choices},
         "overrides": " ".join(overrides),
+        "variant/fixed_widths": " ".join(_fixed_widths(cfg)),
     }
+
+
+def _fixed_widths(cfg: DictConfig) -> list[str]:
+    """The widths of the plugins, as `key=value`, that are numbers of their own and do not follow `model.d_model`."""
+    flat = flatten({group: OmegaConf.to_container(cfg[group], resolve=True) for group in GROUPS})
+    return [f"{key}={value}" for key, value in flat.items() if value and WIDTH.search(key)]
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """One run: the only file that knows all the stages, from data and model to the record."""
 
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from archlab.config.device import resolve_device, resolve_dtype
+from archlab.config.identity import config_hash
 from archlab.data import Dataset, build_dataset
 from archlab.errors import ArchlabError, UsageError, foreseen, sentence
 from archlab.measure import account, equivalence
@@ -93,19 +95,22 @@ def _stages(
         return
     settings, timing = instantiate(cfg.train, _convert_="all"), instantiate(cfg.bench, _convert_="all")
     dataset = build_dataset(cfg.data)
+    if dataset.warning:
+        print(f"warning: {dataset.warning}", file=sys.stderr)
     yield _data_entries(dataset)
     model = _build(cfg, cfg.model.get("vocab_size") or dataset.vocab_size, "cpu")
     yield (static := weigh(model))
     reporter.stage(f"training {human_count(static['params/total'])} parameters on {dataset.name}")
     place = {"device": device, "dtype": dtype}
-    files = {"log": log, "run_dir": run_dir, "config_hash": record.config_hash(cfg)}
+    files = {"log": log, "run_dir": run_dir, "config_hash": config_hash(cfg)}
     walk = Walkthrough(dataset) if cfg.explain else None
     eyes = {"progress": reporter, "watch": walk.watch if walk else None}
     trained = train(model, dataset, settings, seed=cfg.seed, **place, **files, **eyes)
     yield trained | {"flops/train_total": static["flops/train_per_token"] * trained["data/train_tokens"]}
-    reporter.stage("evaluating")
-    for split in ("val", "test"):
-        yield evaluate(model, dataset, split, batch_size=settings.batch_size, **place)
+    if settings.steps:  # the loss of weights that have learned nothing compares nothing
+        reporter.stage("evaluating")
+        for split in ("val", "test"):
+            yield evaluate(model, dataset, split, batch_size=settings.batch_size, **place)
     reporter.stage("proving that cached decoding is the full pass")
     length, batch = timing.gate_length, timing.gate_batch
     yield (proof := equivalence.gate(model, length=length, batch=batch, dtype=dtype, seed=cfg.seed))

@@ -11,6 +11,7 @@ from commands import TINY
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from archlab import cli
 from archlab.config import compose
 from archlab.config.check import check_config, suggest
 from archlab.config.compose import load
@@ -19,9 +20,12 @@ from archlab.plugins import PRESETS, conf_dir, config_loader, names
 from archlab.run.job import Job
 
 GROUPS, SCALARS = compose.top_level()
+PACKAGE = Path(cli.__file__).parents[1]
+NUMBERS = ("seed", "train.lr", "train.steps", "train.weight_decay", "model.d_model", "attn.n_heads", "bench.batch")
 
 REFUSED = {
     "attn=gqq": ("unknown attn 'gqq'", "installed: ", "mha"),
+    "attn=gpa": ("unknown attn 'gpa'", "did you mean 'gqa'?"),
     "+ffn=moo": ("unknown ffn 'moo'", "swiglu"),
     "train=fast": ("unknown train 'fast'", "default, smoke"),
     "hydra/launcher=fast": ("unknown hydra/launcher 'fast'", "joblib"),
@@ -231,3 +235,49 @@ def test_the_program_runs_anywhere_and_ends_with_its_status(tmp_path):
     assert len(list(tmp_path.glob("runs/*/*/result.json"))) == 1
     bad = archlab("sed=1")
     assert (bad.returncode, bad.stdout, bad.stderr) == (2, "", "error: unknown key 'sed'; did you mean 'seed'?\n")
+
+
+@pytest.mark.parametrize("key", [*NUMBERS])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "99999999999999999999"])
+def test_no_number_that_is_none_gets_in(archlab, key, value):
+    outcome = archlab(f"{key}={value}", "train=smoke", "bench=smoke")
+    assert outcome.status == 2
+    assert re.fullmatch(rf"error: {re.escape(key)}=\S+( must be|: give) .*\n", outcome.err), outcome.err
+
+
+def test_numbers_deep_in_lists_are_judged_too(archlab):
+    assert archlab("train.betas=[0.9,nan]").err == "error: train.betas.1=nan: give a finite number\n"
+
+
+def test_help_lists_every_command(archlab):
+    out = archlab("--help").out
+    modules = {p.parent.name if p.stem == "__main__" else p.stem for p in PACKAGE.rglob("*.py") if is_command(p)}
+    assert modules >= {"report", "bench", "zoo", "testing", "generate"}
+    for module in modules - {"archlab"}:
+        assert f"archlab.{module}" in out or f"archlab.interop.{module}" in out, module
+
+
+def is_command(path):
+    return "sys.exit(main())" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_every_file_and_process_names_its_encoding(tmp_path):
+    """A default that differs between machines would garble a text on some of them."""
+    env = os.environ | {"PYTHONWARNDEFAULTENCODING": "1"}
+    words = [w for w in TINY if w != "train.steps=4"] + ["train.steps=2", "log=wandb"]
+    for command in (["archlab", *words, "hydra.run.dir=run"], ["archlab.report", "run"], ["archlab", "--help"]):
+        code = "import warnings, runpy, sys; sys.argv = sys.argv[1:]; " + (
+            "warnings.filterwarnings('error', category=EncodingWarning, module=r'archlab'); "
+            "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command], cwd=tmp_path, env=env, capture_output=True, encoding="utf-8"
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_help_and_the_parsing_of_words_need_no_torch():
+    code = "import sys; from archlab.cli.main import main; main(['--help']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -158,7 +158,7 @@ def test_cells_side_by_side(archlab, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("n_jobs", "n"), [(1, 1), (3, 3), (-1, 8), (-2, 7), (-100, 1)])
 def test_jobs_side_by_side_are_counted_as_joblib_does(monkeypatch, n_jobs, n):
-    monkeypatch.setattr(job.joblib, "cpu_count", lambda: 8)
+    monkeypatch.setattr("joblib.cpu_count", lambda: 8)
     assert job._n_parallel(n_jobs) == n
 
 

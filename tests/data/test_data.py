@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import re
 import subprocess
 import sys
 import sysconfig
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import TINY
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -318,3 +320,27 @@ def test_configuration_errors_are_sentences():
         build_dataset(cfg.data)
     with pytest.raises(UsageError, match=r"data\.path=FILE"):
         build_dataset(load(["data=text"]).data)
+
+
+@pytest.mark.parametrize(
+    ("data", "share"),
+    [
+        (b"a\x00b\x00" * 400, "50.0% of its bytes are NUL"),
+        (bytes(range(128, 256)) * 10, "100.0% are not UTF-8"),
+        ("h\u00e9 " * 400, None),
+        (("gr\u00fcn und wei\u00df, " * 99).encode("latin-1"), None),
+    ],
+)
+def test_a_text_that_is_none_is_named_with_its_share_of_bytes(tmp_path, data, share):
+    path = tmp_path / "text"
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    warning = Text(path=str(path), context=8).warning
+    assert (share is None and warning is None) or share in warning
+
+
+def test_the_warning_reaches_the_user(archlab, tmp_path):
+    (tmp_path / "text").write_bytes(b"ab\x00" * 400)
+    words = [word for word in TINY if word != "data=phrase"]
+    outcome = archlab("data=text", f"data.path={tmp_path / 'text'}", *words)
+    assert outcome.status == 0
+    assert re.search(r"warning: data.path=.* 33.3% of its bytes are NUL", outcome.err)

@@ -14,11 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from archlab.attn.gqa import GroupedQueryAttention
 from archlab.attn.mla import MultiHeadLatentAttention
+from archlab.config.compose import load
 from archlab.ffn.moe import MixtureOfExperts
 from archlab.ffn.moe_deepseek import DeepSeekMoE
 from archlab.ffn.swiglu import SwiGLU
 from archlab.measure import account
-from archlab.measure.account import static
+from archlab.measure.account import parameters, static
 from archlab.model import LM, build_model
 from archlab.nn.experts import ExpertLinear
 from archlab.plugins import names
@@ -403,3 +404,13 @@ def test_published_cache_elements_a_token(name, elements):
 def test_a_window_of_mistral():
     model = published(4096, 32, 32000, dense(14336), gqa(32, 8, window=4096))
     assert [account.cache_bytes(model, n, torch.bfloat16) for n in (1024, 8192)] == [1024 * 131_072, 4096 * 131_072]
+
+
+@pytest.mark.parametrize("attn", names("attn"))
+def test_every_default_width_follows_the_model(attn):
+    """Twice the width is about four times the weights of attention, in every variant: none stays as wide as it was."""
+    small, large = (
+        parameters(build_model(load([f"attn={attn}", f"model.d_model={d}", "model.n_layers=4"]), 16, device="meta"))
+        for d in (64, 128)
+    )
+    assert 3 < large["attention"] / small["attention"] < 4.2

@@ -59,7 +59,11 @@ def test_the_command_prints_the_table_and_writes_it_and_the_picture(tmp_path, ca
     printed = capsys.readouterr().out
     assert "mla+moe" in printed
     out = tmp_path / "report"
-    assert {path.name for path in out.iterdir()} == {"report.csv", "report.md", "report.png", "report.svg"}
+    assert {path.name for path in out.iterdir()} == {
+        "report.csv",
+        "report.md",
+        *(f"report{kind}.{suffix}" for kind in ("", "-contexts") for suffix in ("png", "svg")),
+    }
     rows = list(csv.DictReader((out / "report.csv").open()))
     by_name = {row["variant"]: row for row in rows}
     assert float(by_name["gqa+moe"]["quality/val_loss"]) == pytest.approx(2.005)
@@ -113,7 +117,10 @@ def test_figures_of_different_data_stand_in_different_tables(tmp_path, capsys):
     assert "2 data sets: figures of different data are no comparison" in printed
     assert printed.count("data stdlib") == 2
     assert main([str(leave(tmp_path, *some))]) == 0
-    assert {path.stem for path in (tmp_path / "report").glob("*.png")} == {"report-aaaaaaaa", "report-bbbbbbbb"}
+    assert {path.stem for path in (tmp_path / "report").glob("*.png") if "contexts" not in path.stem} == {
+        "report-aaaaaaaa",
+        "report-bbbbbbbb",
+    }
 
 
 @pytest.mark.parametrize(
@@ -173,11 +180,13 @@ def test_figures_are_compared_at_a_context_that_all_have():
     assert c.measured_context("nothing") is None
 
 
-def test_static_cards_are_a_table_without_a_picture(tmp_path, capsys):
+def test_static_cards_are_a_table_and_curves(tmp_path, capsys):
     static = {k: v for k, v in make().items() if not k.startswith(("data/", "quality/", "latency/"))}
     assert main([str(leave(tmp_path, static))]) == 0
     assert "no data: static figures" in capsys.readouterr().out
-    assert not list((tmp_path / "report").glob("*.png"))
+    assert [path.stem for path in (tmp_path / "report").glob("*.png")] == ["report-contexts"], (
+        "no loss, so no trade-off"
+    )
 
 
 def test_what_cannot_be_read_is_a_sentence(tmp_path, capsys):

@@ -430,3 +430,30 @@ def test_meta_and_training_do_not_go_together():
     with pytest.raises(UsageError, match=r"device=meta .* train\.steps=0"):
         stages.resolve(load(["device=meta"]))
     assert issubclass(Diverged, ArchlabError)
+
+
+@pytest.mark.slow
+def test_one_command_starts_a_run_goes_on_with_it_and_leaves_it_when_done(archlab, monkeypatch):
+    words = ("hydra.run.dir=here", "train.resume=auto")
+    updates = []
+
+    def update(self, step, *_):
+        updates.append(step)
+        if step == 2 and len(updates) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "update", update)
+        assert archlab.tiny(*words).status == 130
+        assert archlab.tiny(*words).status == 0
+    assert updates == [1, 2, 3, 4], "the second start went on where the first stopped"
+    before = contents(Path("here"))
+    again = archlab.tiny(*words)
+    assert (again.status, "done already" in again.out) == (0, True)
+    assert contents(Path("here")) == before
+
+
+def test_a_kill_before_the_first_checkpoint_is_a_fresh_start(archlab):
+    Path("here").mkdir()
+    (Path("here") / ".config.yaml.1.draft").write_text("half of a", encoding="utf-8")
+    assert archlab.tiny("hydra.run.dir=here", "train.resume=auto").status == 0

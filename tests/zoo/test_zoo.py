@@ -365,7 +365,7 @@ REFUSED = {
     "attn: {n_heeds: 4}": "did you mean 'attn.n_heads'?",
     "attn: {n_heads: 7}": "not divisible by n_heads=7",
     "seed: many": "seed=many: give a whole number",
-    "defaults:\n  - override /attn: gqaa": "unknown attn 'gqaa'; installed: ",
+    "defaults:\n  - override /attn: gqaa": "unknown attn 'gqaa'; did you mean 'gqa'? installed: ",
     "published: 3": "published=3: give a mapping",
     "published: {figurs: {}}": "did you mean 'figures'?",
     "published: {figures: [1]}": "published.figures is [1]: give a mapping",
