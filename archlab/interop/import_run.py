@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -49,9 +50,10 @@ def _read(folder: Path):
         raise UsageError("Transformers is not installed: pip install 'archlab[hf]'") from error
     try:
         configuration(AutoConfig.from_pretrained(folder, local_files_only=True))  # refused before the weights are read
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype="auto", output_loading_info=True
         )
+        model, found = loaded
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{folder} cannot be read as a model: {' '.join(str(error).split())}") from error
     for name in sorted(found["missing_keys"]):  # which the library would leave at random

@@ -44,7 +44,8 @@ def delta_rule(
         in_place: write the new state into `state`; not for a state that a gradient needs.
     """
     with _full_precision(state.device.type):
-        q, k, v, g, beta = (None if x is None else x.to(state.dtype) for x in (q, k, v, g, beta))
+        q, k, v = (x.to(state.dtype) for x in (q, k, v))
+        g, beta = (None if x is None else x.to(state.dtype) for x in (g, beta))
         if q.shape[1] <= FEW_TOKENS:
             return recurrent(q, k, v, g, beta, state, in_place=in_place)
         form = _chunked_uncompiled if torch.compiler.is_compiling() else chunked
@@ -95,13 +96,14 @@ def chunked(
     b, t, h, width = q.shape
     c = min(chunk_size, 1 << (t - 1).bit_length())
     n = -(-t // c)
+    g = None if g is None else _fold(g, n, c)
     if beta is None:
-        q, k, v, g = (_fold(x, n, c) for x in (q, k, v, g))
+        q, k, v = (_fold(x, n, c) for x in (q, k, v))
         a_q, q, k, whole = _decayed_products(k, g, q)
         values = v
     else:
         beta = beta[..., None]
-        q, k, g, beta_k, beta_v = (_fold(x, n, c) for x in (q, k, g, beta * k, beta * v))
+        q, k, beta_k, beta_v = (_fold(x, n, c) for x in (q, k, beta * k, beta * v))
         a_q, a_k, q, beta_k, k, whole = _decayed_products(k, g, q, beta_k)
         inverse = UnitInverse.apply(a_k)
         values = torch.bmm(inverse, beta_v)
@@ -119,10 +121,8 @@ def chunked(
 _chunked_uncompiled = torch._disable_dynamo(chunked)
 
 
-def _fold(x: Tensor | None, n: int, c: int) -> Tensor | None:
+def _fold(x: Tensor, n: int, c: int) -> Tensor:
     """(b t h d) -> (r c d), chunks in front; added tokens are zero: they neither decay the state nor add to it."""
-    if x is None:
-        return None
     if x.shape[1] < n * c:
         x = pad(x, (0, 0, 0, 0, 0, n * c - x.shape[1]))
     return rearrange(x, "b (n c) h d -> (n b h) c d", n=n)
