@@ -78,7 +78,7 @@ def make_model(*, ffn=SwiGLU, seed=0, **model) -> LM:
 def make_trainer(path, model=None, data=None, *, seed=0, dtype=torch.float64, **overrides) -> Trainer:
     model = make_model() if model is None else model
     data, s = data or Uneven(), make_settings(**overrides)
-    return Trainer(model, data, s, seed=seed, device=CPU, dtype=dtype, run_dir=path, config_hash="hash")
+    return Trainer(model, data, s, seed=seed, data_seed=seed, device=CPU, dtype=dtype, run_dir=path, config_hash="hash")
 
 
 def run(path, model=None, data=None, *, seed=0, dtype=torch.float32, progress=None, **overrides):
@@ -89,6 +89,7 @@ def run(path, model=None, data=None, *, seed=0, dtype=torch.float32, progress=No
         data or Uneven(),
         s,
         seed=seed,
+        data_seed=seed,
         device=CPU,
         dtype=dtype,
         log=rows,

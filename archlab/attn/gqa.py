@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from archlab.errors import UsageError
 from archlab.mixer import Aux, Mixer, Position, State
 from archlab.nn.attention import append, causal_attention, last_position
+from archlab.nn.conv import build_conv, init_history
 from archlab.nn.norm import build_norm
 from archlab.nn.rope import rotate_
 
 
 @dataclass
 class KVState(State):
-    """kv (b 2g s c): the keys, normed and rotated, of g heads, then their values. One tensor, so one write a step."""
+    """kv (b 2g s c): the keys, normed and rotated, of g heads, then their values. One tensor, so one write a step.
+    conv (b conv_size-1 (h+2g)*c): the last inputs of the short convolution; (b 0 ..) where there is none."""
 
     kv: Tensor
+    conv: Tensor
 
     @property
     def k(self) -> Tensor:
@@ -47,6 +50,8 @@ class GroupedQueryAttention(Mixer):
         rope_dim: how many channels of a head rotate; None means all, 0 none (NoPE).
         rope_theta: base of the rotation's wavelengths.
         window: tokens that a query sees, its own among them; None means all.
+        conv_size: tokens that a short depthwise convolution over queries, keys and values sees, as in the linear
+            family; 0: none. Its last inputs are part of the state.
         out_gate: multiply the output of attention by the sigmoid of a projection of the input (arXiv:2505.06708).
     """
 
@@ -61,6 +66,7 @@ class GroupedQueryAttention(Mixer):
         rope_dim: int | None = None,
         rope_theta: float = 10_000.0,
         window: int | None = None,
+        conv_size: int = 0,
         norm: str = "rms",
         norm_eps: float = 1e-5,
         out_gate: bool = False,
@@ -72,10 +78,12 @@ class GroupedQueryAttention(Mixer):
         self.rope_dim = self.head_dim if rope_dim is None else rope_dim
         self.rope_theta, self.window = rope_theta, window
         self.qk_norm, self.norm, self.norm_eps, self.out_gate = qk_norm, norm, norm_eps, out_gate
+        self.conv_size = conv_size
         check_heads(self.n_heads, self.n_kv_heads, self.head_dim, self.rope_dim)
         if window is not None and window < 1:
             raise UsageError(f"window={window}: a query must at least see its own token; give 1 or more, or null")
         self.qkv = nn.Linear(d_model, (self.n_heads + 2 * self.n_kv_heads) * self.head_dim, bias=False)
+        self.conv = build_conv(self.qkv.out_features, conv_size)
         self.out = nn.Linear(self.n_heads * self.head_dim, d_model, bias=False)
         self.gate = nn.Linear(d_model, self.n_heads * self.head_dim, bias=False) if out_gate else None
         self.q_norm = build_norm(norm, self.head_dim, norm_eps) if qk_norm else None
@@ -83,10 +91,11 @@ class GroupedQueryAttention(Mixer):
 
     def init_state(self, batch: int, max_len: int, *, device: torch.device, dtype: torch.dtype) -> KVState:
         slots = max_len if self.window is None else min(max_len, self.window)
-        return KVState(torch.zeros(batch, 2 * self.n_kv_heads, slots, self.head_dim, device=device, dtype=dtype))
+        kv = torch.zeros(batch, 2 * self.n_kv_heads, slots, self.head_dim, device=device, dtype=dtype)
+        return KVState(kv, init_history(self.conv, batch, self.qkv.out_features, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, *, pos: Position = 0, state: KVState | None = None) -> tuple[Tensor, Aux]:
-        q, kv = self.project(x, pos)
+        q, kv = self.project(x, pos, None if state is None else state.conv)
         if state is None:
             y = self._attend(q, kv, 0)
         elif self.window is None:
@@ -96,10 +105,13 @@ class GroupedQueryAttention(Mixer):
         y = y.transpose(1, 2).flatten(2)
         return self.out(y if self.gate is None else y * torch.sigmoid(self.gate(x))), {}
 
-    def project(self, x: Tensor, pos: Position) -> tuple[Tensor, Tensor]:
-        """x (b t d) -> queries (b h t c) and keys-then-values (b 2g t c), normed and rotated."""
+    def project(self, x: Tensor, pos: Position, history: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x (b t d) -> queries (b h t c) and keys-then-values (b 2g t c), convolved, normed and rotated."""
         h, g = self.n_heads, self.n_kv_heads
-        qkv = self.qkv(x).unflatten(-1, (h + 2 * g, self.head_dim))
+        qkv = self.qkv(x)
+        if self.conv is not None:
+            qkv = self.conv(qkv, history).to(qkv.dtype)
+        qkv = qkv.unflatten(-1, (h + 2 * g, self.head_dim))
         if self.q_norm is not None:
             q, k, v = qkv.split([h, g, g], dim=2)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)

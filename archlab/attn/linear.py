@@ -22,7 +22,7 @@ from torch.nn.functional import elu, pad, silu
 from archlab.attn.gqa import width_of_head
 from archlab.errors import UsageError
 from archlab.mixer import Aux, Mixer, Position, State
-from archlab.nn.conv import ShortConv
+from archlab.nn.conv import build_conv, init_history
 from archlab.nn.decay import FixedDecay, LearnedDecay
 from archlab.nn.delta_rule import chunked_flops, delta_rule, recurrent_flops
 from archlab.nn.rope import rotate
@@ -107,7 +107,7 @@ class LinearAttention(Mixer):
         gate_in = {"low_rank": self.v_head_dim, "full": v_width, "none": 0}[gate]
         self.splits = [qkv, self.n_v_heads if delta else 0, decay_in, gate_in]
         self.in_proj = nn.Linear(d_model, sum(self.splits), bias=False)
-        self.conv = ShortConv(qkv, conv_size) if conv_size else None
+        self.conv = build_conv(qkv, conv_size)
         self.decay_up = (
             nn.Linear(self.decay_rank, self.n_v_heads * self.head_dim, bias=False) if decay == "channel" else None
         )
@@ -118,10 +118,7 @@ class LinearAttention(Mixer):
 
     def init_state(self, batch: int, max_len: int, *, device: torch.device, dtype: torch.dtype) -> LinearState:
         wide = torch.promote_types(dtype, torch.float32)
-        if self.conv is None:
-            history = torch.zeros(batch, 0, self.splits[0], device=device, dtype=dtype)
-        else:
-            history = self.conv.init_history(batch, device=device, dtype=dtype)
+        history = init_history(self.conv, batch, self.splits[0], device=device, dtype=dtype)
         return LinearState(self._empty_memory(batch, device, wide), history)
 
     def _empty_memory(self, batch: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -199,8 +196,6 @@ class LinearAttention(Mixer):
             raise UsageError(f"n_v_heads={self.n_v_heads} is not a multiple of n_heads={self.n_heads}; change one")
         if self.rope_dim % 2 or not 0 <= self.rope_dim <= self.head_dim:
             raise UsageError(f"rope_dim={self.rope_dim}: give an even number up to head_dim={self.head_dim}")
-        if self.conv_size < 0:
-            raise UsageError(f"conv_size={self.conv_size}: give the tokens that a convolution sees, or 0 for none")
         if self.decay_rank < 1:
             raise UsageError(f"decay_rank={self.decay_rank}: give at least 1, or null for head_dim")
         if self.chunk_size < 1 or self.chunk_size & (self.chunk_size - 1):

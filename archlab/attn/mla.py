@@ -21,15 +21,18 @@ from archlab.attn.gqa import width_of_head
 from archlab.errors import UsageError
 from archlab.mixer import Aux, Mixer, Position, State
 from archlab.nn.attention import append, causal_attention, wants_one_width
+from archlab.nn.conv import build_conv, init_history
 from archlab.nn.norm import RMSNorm
 from archlab.nn.rope import rotate_
 
 
 @dataclass
 class LatentState(State):
-    """latent (b s dc+dr): a token's normed latent, then its rotated key, which all heads share."""
+    """latent (b s dc+dr): a token's normed latent, then its rotated key, which all heads share.
+    conv (b conv_size-1 c): the last inputs of the short convolution; (b 0 c) where there is none."""
 
     latent: Tensor
+    conv: Tensor
 
 
 class MultiHeadLatentAttention(Mixer):
@@ -44,6 +47,8 @@ class MultiHeadLatentAttention(Mixer):
         v_head_dim: dv, channels of a head's value; None means d_model / n_heads.
         rope: False leaves the dr channels unrotated (NoPE, as in Kimi Linear, arXiv:2510.26692).
         rope_theta: base of the rotation's wavelengths.
+        conv_size: tokens that a short depthwise convolution over queries (or their latent), latent and rotary key sees,
+            as in the linear family; 0: none.
         norm_eps: epsilon of the RMSNorm over each latent.
     """
 
@@ -59,6 +64,7 @@ class MultiHeadLatentAttention(Mixer):
         q_lora_rank: int | None = None,
         rope: bool = True,
         rope_theta: float = 10_000.0,
+        conv_size: int = 0,
         norm_eps: float = 1e-6,
     ):
         super().__init__()
@@ -81,6 +87,7 @@ class MultiHeadLatentAttention(Mixer):
         q_width = n_heads * (self.dn + self.dr)
         self.d_query = q_lora_rank or q_width
         self.down = nn.Linear(d_model, self.d_query + self.dc + self.dr, bias=False)
+        self.conv_size, self.conv = conv_size, build_conv(self.down.out_features, conv_size)
         self.q_norm = RMSNorm(q_lora_rank, eps=norm_eps) if q_lora_rank else None
         self.q_up = nn.Linear(q_lora_rank, q_width, bias=False) if q_lora_rank else None
         self.kv_norm = RMSNorm(self.dc, eps=norm_eps)
@@ -88,20 +95,24 @@ class MultiHeadLatentAttention(Mixer):
         self.out = nn.Linear(n_heads * self.dv, d_model, bias=False)
 
     def init_state(self, batch: int, max_len: int, *, device: torch.device, dtype: torch.dtype) -> LatentState:
-        return LatentState(torch.zeros(batch, max_len, self.dc + self.dr, device=device, dtype=dtype))
+        latent = torch.zeros(batch, max_len, self.dc + self.dr, device=device, dtype=dtype)
+        return LatentState(latent, init_history(self.conv, batch, self.down.out_features, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, *, pos: Position = 0, state: LatentState | None = None) -> tuple[Tensor, Aux]:
-        q_nope, q_rope, latent = self.project(x, pos)
+        q_nope, q_rope, latent = self.project(x, pos, None if state is None else state.conv)
         if state is None:
             return self.out(self.expanded(q_nope, q_rope, latent, 0)), {}
         latent = append(state.latent[:, None], latent, pos)
         attend = self.absorbed if self.absorbs(x.shape[1], latent.shape[2]) else self.expanded
         return self.out(attend(q_nope, q_rope, latent, pos)), {}
 
-    def project(self, x: Tensor, pos: Position) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, pos: Position, history: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x (b t d) -> plain queries (b t h dn), rotated queries (b t h dr), latents (b 1 t dc+dr): one KV head, as
         it is cached."""
-        q, c, k_rope = self.down(x).split([self.d_query, self.dc, self.dr], dim=-1)
+        down = self.down(x)
+        if self.conv is not None:
+            down = self.conv(down, history).to(down.dtype)
+        q, c, k_rope = down.split([self.d_query, self.dc, self.dr], dim=-1)
         if self.q_up is not None:
             q = self.q_up(self.q_norm(q))
         q_nope, q_rope = q.unflatten(-1, (self.n_heads, self.dn + self.dr)).split([self.dn, self.dr], dim=-1)

@@ -39,7 +39,8 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
     Where no more blocks than those are visible it is grouped-query attention, and computed as such.
 
     Args:
-        n_heads, n_kv_heads, head_dim, qk_norm, rope_dim, rope_theta: of the attention, as in grouped-query attention.
+        n_heads, n_kv_heads, head_dim, qk_norm, rope_dim, rope_theta, conv_size: of the attention, as in grouped-query
+            attention.
         norm, norm_eps: kind ("rms", or "gemma", times 1 + weight) and epsilon of all norms over queries and keys.
         block_size: B, consecutive tokens chosen together.
         top_k_blocks: k, blocks that a query of a group attends to; its own, always chosen, is one of them.
@@ -66,6 +67,7 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
         qk_norm: bool = False,
         rope_dim: int | None = None,
         rope_theta: float = 10_000.0,
+        conv_size: int = 0,
         index_norm: bool = False,
         index_rope_dim: int | None = None,
         norm: str = "rms",
@@ -81,6 +83,7 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
             qk_norm=qk_norm,
             rope_dim=rope_dim,
             rope_theta=rope_theta,
+            conv_size=conv_size,
             norm=norm,
             norm_eps=norm_eps,
         )
@@ -106,11 +109,11 @@ class MiniMaxSparseAttention(GroupedQueryAttention):
         return dict(zip(("msa_block_recall", "msa_score_recall"), self._recall.tolist(), strict=True))
 
     def init_state(self, batch: int, max_len: int, *, device: torch.device, dtype: torch.dtype) -> SparseState:
-        kv = super().init_state(batch, max_len, device=device, dtype=dtype).kv
-        return SparseState(kv, torch.zeros(batch, max_len, self.d_index, device=device, dtype=dtype))
+        parts = super().init_state(batch, max_len, device=device, dtype=dtype).tensors()
+        return SparseState(**parts, index_k=torch.zeros(batch, max_len, self.d_index, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, *, pos: Position = 0, state: SparseState | None = None) -> tuple[Tensor, Aux]:
-        q, kv = self.project(x, pos)
+        q, kv = self.project(x, pos, None if state is None else state.conv)
         index_q, index_k = self.project_index(x.detach(), pos)
         if state is not None:
             kv = append(state.kv, kv, pos)

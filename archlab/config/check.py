@@ -15,6 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from archlab.errors import UsageError
 from archlab.plugins import GROUPS, HARNESS_ARGS, PLAIN, check_keys
 
+SEEDS = ("seed", "init_seed", "data.seed")
+"""Keys whose value is a seed: the last two, where they have none, follow the first."""
+
 MOST_WHOLE = 2**63 - 1
 """What 64 bits hold: seeds and sizes go into tensors."""
 
@@ -33,7 +36,7 @@ def check_config(cfg: DictConfig, scalars: dict[str, Any], groups: Sequence[str]
     for group in groups:
         if not OmegaConf.is_dict(cfg.get(group)):
             raise UsageError(f"{group}={cfg.get(group)}: a run needs one, {group}=NAME")
-    known = [*scalars, *groups, *_keys_below(cfg)]
+    known = [*scalars, *groups, *SEEDS, *_keys_below(cfg)]
     for path, node in _nodes(cfg):
         for name in node:
             key = f"{path}.{name}" if path else str(name)
@@ -43,10 +46,19 @@ def check_config(cfg: DictConfig, scalars: dict[str, Any], groups: Sequence[str]
                 raise UsageError(f"{key} has no value: give {key}=...")
     _check_numbers(cfg)
     for key, default in scalars.items():
-        if type(cfg[key]) is not type(default):
+        if key not in SEEDS and type(cfg[key]) is not type(default):
             raise UsageError(f"{key}={cfg[key]}: give {PLAIN.get(type(default), 'a mapping')}")
+    for key in SEEDS:
+        _check_seed(key, OmegaConf.select(cfg, key))
     for group in groups:
-        check_keys(group, cfg[group], reserved=RESERVED.get(group, ()))
+        own = {name for name in ("seed",) if f"{group}.{name}" in SEEDS}
+        node = OmegaConf.masked_copy(cfg[group], [name for name in cfg[group] if name not in own])
+        check_keys(group, node, reserved=RESERVED.get(group, ()))
+
+
+def _check_seed(key: str, value: Any) -> None:
+    if not (value is None and key != "seed") and (type(value) is not int or value < 0):
+        raise UsageError(f"{key}={value}: give a whole number of at least 0")
 
 
 def _check_numbers(cfg: DictConfig) -> None:

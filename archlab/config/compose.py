@@ -34,7 +34,7 @@ def top_level() -> tuple[list[str], dict[str, Any]]:
     cfg = OmegaConf.load(conf_dir() / "config.yaml")
     groups = [str(group) for entry in cfg.defaults if OmegaConf.is_dict(entry) for group in entry]
     groups = [group for group in groups if not group.startswith("override ")]
-    return groups, {str(k): v for k, v in cfg.items() if k not in ("defaults", "hydra")}
+    return groups, {str(k): v for k, v in cfg.items() if k not in ("defaults", "hydra", *groups)}
 
 
 def normalise(word: str, groups: Sequence[str]) -> str:

@@ -9,8 +9,14 @@ from omegaconf import DictConfig, OmegaConf
 DECIDING = ("attn", "ffn", "model", "data", "train")
 """The config groups that decide a run's results, beside its seed and dtype."""
 
-INDIFFERENT = {"train": ("resume", "checkpoint_every", "eval_every", "log_every")}
+INDIFFERENT = {"data": ("seed",), "train": ("resume", "checkpoint_every", "eval_every", "log_every")}
 """Their keys that do not."""
+
+
+def seeds(cfg: DictConfig) -> tuple[int, int]:
+    """Of the weights (and of dropout), and of the order of the data: `seed` for either that has none of its own."""
+    own = (cfg.get("init_seed"), cfg.data.get("seed"))
+    return tuple(cfg.seed if seed is None else seed for seed in own)
 
 
 def config_hash(cfg: DictConfig, *, with_seed: bool = True) -> str:
@@ -19,7 +25,7 @@ def config_hash(cfg: DictConfig, *, with_seed: bool = True) -> str:
     deciding = {group: OmegaConf.to_container(cfg[group], resolve=True) for group in DECIDING}
     for group, keys in INDIFFERENT.items():
         deciding[group] = {k: v for k, v in deciding[group].items() if k not in keys}
-    deciding |= {"dtype": cfg.dtype} | ({"seed": cfg.seed} if with_seed else {})
+    deciding |= {"dtype": cfg.dtype} | ({"seeds": seeds(cfg)} if with_seed else {})
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()[:16]
 
 

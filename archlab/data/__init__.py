@@ -1,5 +1,7 @@
 """Sources of tokens: one file a source."""
 
+from typing import Any
+
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
@@ -12,6 +14,7 @@ __all__ = ["IGNORE", "Codec", "Dataset", "build_dataset"]
 
 def build_dataset(cfg: DictConfig) -> Dataset:
     """The source that `cfg` (the config group `data`) describes. Errors: UsageError for an unknown key or bad data."""
-    check_keys("data", cfg)
-    settings = OmegaConf.to_container(cfg, resolve=True)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    settings.pop("seed", None)  # of the order of the batches, which is the trainer's
+    check_keys("data", OmegaConf.create(settings))
     return get_object(settings.pop("_target_"))(**settings)

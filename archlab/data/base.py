@@ -3,6 +3,8 @@
 Shapes: b sequences of a batch, t = context tokens.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -57,6 +59,10 @@ class Dataset:
 
     def eval_row(self, split: str, i: int) -> Row:
         raise NotImplementedError
+
+    def longer(self) -> Iterable[Dataset]:
+        """The same source at the further lengths at which it is to be tested: none unless a task names some."""
+        return ()
 
     def batch(self, index: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
         """Training batch number `index`: inputs and targets (b t) int64 on the CPU, targets of -100 to be ignored."""

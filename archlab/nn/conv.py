@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from archlab.errors import UsageError
+
 
 class ShortConv(nn.Module):
     """Each output channel is a weighted sum of its own input at the token and at the `size` - 1 tokens before it.
@@ -36,6 +38,22 @@ class ShortConv(nn.Module):
         if x.shape[1] == 1:
             return (seen * self.weight).sum(dim=1, keepdim=True)
         return SlidingSum.apply(seen.to(torch.promote_types(seen.dtype, self.weight.dtype)), self.weight)
+
+
+def build_conv(channels: int, size: int) -> ShortConv | None:
+    """A convolution over `size` tokens, or None for 0. Errors: UsageError for a size below 0."""
+    if size < 0:
+        raise UsageError(f"conv_size={size}: give the tokens that a convolution sees, or 0 for none")
+    return ShortConv(channels, size) if size else None
+
+
+def init_history(
+    conv: ShortConv | None, batch: int, channels: int, *, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """The history of a convolution that may be none: then (b 0 c), which holds nothing and weighs nothing."""
+    if conv is None:
+        return torch.zeros(batch, 0, channels, device=device, dtype=dtype)
+    return conv.init_history(batch, device=device, dtype=dtype)
 
 
 class SlidingSum(Function):

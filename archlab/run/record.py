@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from archlab.config.identity import config_hash, differences, flatten
+from archlab.config.identity import config_hash, differences, flatten, seeds
 from archlab.errors import UsageError
 from archlab.plugins import GROUPS
 from archlab.run import log
@@ -83,6 +83,8 @@ def identity(cfg: DictConfig, choices: Mapping[str, str], overrides: Sequence[st
         "variant/name": " ".join([f"{choices['attn']}+{choices['ffn']}", *plugin_keys]),
         "variant/hash": config_hash(cfg, with_seed=False),
         "seed": cfg.seed,
+        "seed/init": seeds(cfg)[0],
+        "seed/data": seeds(cfg)[1],
         "config_hash": config_hash(cfg),
         **{f"config/{group}": choices[group] for group in ("model", "data", "train") if group in choices},
         "overrides": " ".join(overrides),

@@ -13,9 +13,10 @@ import torch
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from safetensors.torch import save_file
 
 from archlab.config.device import resolve_device, resolve_dtype
-from archlab.config.identity import config_hash
+from archlab.config.identity import config_hash, seeds
 from archlab.data import Dataset, build_dataset
 from archlab.errors import ArchlabError, UsageError, foreseen, sentence
 from archlab.measure import account, equivalence
@@ -28,7 +29,8 @@ from archlab.run.job import Job
 from archlab.run.log import Labels, Log, build_log
 from archlab.run.progress import Reporter
 from archlab.run.walkthrough import Walkthrough
-from archlab.train.evaluate import evaluate
+from archlab.train.evaluate import entries as quality_entries
+from archlab.train.evaluate import evaluate, measure
 from archlab.train.loop import train
 from archlab.train.trainer import Diverged
 
@@ -36,6 +38,9 @@ STATIC_CONTEXTS = (1 << 10, 1 << 13, 1 << 17, 1 << 20)
 """Tokens of context at which every cache is weighed."""
 
 TRACEBACK = "traceback.txt"
+
+ITEMS, ITEMS_FILE_NAME = ("nats", "targets", "hits"), "test_items.safetensors"
+"""What is kept of each test sequence, and where."""
 
 
 def run(cfg: DictConfig, job: Job) -> tuple[dict[str, Any], Exception | None]:
@@ -105,12 +110,11 @@ def _stages(
     files = {"log": log, "run_dir": run_dir, "config_hash": config_hash(cfg)}
     walk = Walkthrough(dataset) if cfg.explain else None
     eyes = {"progress": reporter, "watch": walk.watch if walk else None}
-    trained = train(model, dataset, settings, seed=cfg.seed, **place, **files, **eyes)
+    trained = train(model, dataset, settings, seed=seeds(cfg)[0], data_seed=seeds(cfg)[1], **place, **files, **eyes)
     yield trained | {"flops/train_total": static["flops/train_per_token"] * trained["data/train_tokens"]}
     if settings.steps:  # the loss of weights that have learned nothing compares nothing
         reporter.stage("evaluating")
-        for split in ("val", "test"):
-            yield evaluate(model, dataset, split, batch_size=settings.batch_size, **place)
+        yield from _quality(model, dataset, run_dir, {"batch_size": settings.batch_size, **place})
     reporter.stage("proving that cached decoding is the full pass")
     length, batch = timing.gate_length, timing.gate_batch
     yield (proof := equivalence.gate(model, length=length, batch=batch, dtype=dtype, seed=cfg.seed))
@@ -120,8 +124,21 @@ def _stages(
         reporter.appendix += walk.lines(model, run_dir)
 
 
+def _quality(model: LM, dataset: Dataset, run_dir: Path, how: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Loss and accuracy on both held-out splits, of a task also at the further lengths that it names. What each test
+    sequence contributed goes into a file of its own, by which two runs can be compared sequence by sequence."""
+    yield evaluate(model, dataset, "val", **how)
+    sums = measure(model, dataset, "test", **how)
+    save_file({name: torch.from_numpy(getattr(sums, name)) for name in ITEMS}, run_dir / ITEMS_FILE_NAME)
+    yield quality_entries(sums, dataset, "test")
+    for task in dataset.longer():
+        found = evaluate(model, task, "test", **how)
+        for name in ("loss", "accuracy"):
+            yield {f"quality/test_{name}_at/context/{task.context}": found[f"quality/test_{name}"]}
+
+
 def _build(cfg: DictConfig, vocab_size: int, device: torch.device | str) -> LM:
-    torch.manual_seed(cfg.seed)
+    torch.manual_seed(seeds(cfg)[0])
     return build_model(cfg, vocab_size, device=device)
 
 

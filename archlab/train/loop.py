@@ -39,6 +39,7 @@ def train(
     settings: TrainSettings,
     *,
     seed: int,
+    data_seed: int,
     device: torch.device,
     dtype: torch.dtype,
     log: Log,
@@ -49,11 +50,12 @@ def train(
 ) -> dict[str, float]:
     """Train the model in place; returns the entries of the run's record.
 
-    `run_dir` receives the checkpoint and the codec. Row n of the log holds what step n saw, at weights of n updates,
-    and the validation after it where one is due. `watch` is called once, before the first step, with the trainer.
+    `seed` is that of dropout, `data_seed` that of the order of the batches. `run_dir` receives the checkpoint and the
+    codec. Row n of the log holds what step n saw, at weights of n updates, and the validation after it where one is
+    due. `watch` is called once, before the first step, with the trainer.
 
     Returns:
-        `train/steps`; `data/train_tokens`: tokens read, resumed ones among them; `quality/train_loss_final`: nats, no
+        `train/steps`; `train/steps_to_target`: of a task that reached `target_accuracy`; `data/train_tokens`: tokens read, resumed ones among them; `quality/train_loss_final`: nats, no
         auxiliary loss in it, mean over the last `FINAL_STEPS`; `train/tokens_per_second`, `train/step_ms_p50`: of this
         process, without its first steps, evaluations and checkpoints; `train/first_step_ms`: with compiling;
         `train/peak_memory_bytes`: of the CUDA allocator while training, elsewhere of the process so far.
@@ -62,7 +64,15 @@ def train(
     checkpoint can be written.
     """
     trainer = Trainer(
-        model, dataset, settings, seed=seed, device=device, dtype=dtype, run_dir=run_dir, config_hash=config_hash
+        model,
+        dataset,
+        settings,
+        seed=seed,
+        data_seed=data_seed,
+        device=device,
+        dtype=dtype,
+        run_dir=run_dir,
+        config_hash=config_hash,
     )
     trainer.start()
     if watch is not None:
@@ -77,7 +87,7 @@ def train(
                 values |= trainer.validate()
             if validate or (step - 1) % settings.log_every == 0:
                 log.log(step - 1, values | {f"model/{k}": v for k, v in model.metrics().items()})
-            if step == settings.steps:
+            if step == settings.steps or trainer.reached_target(values):
                 break
             stop = asked()
             if stop or (settings.checkpoint_every and step % settings.checkpoint_every == 0):

@@ -22,6 +22,7 @@ class TrainSettings:
         compile: torch.compile the forward pass.
         checkpoint_every: steps between checkpoints beside the first and the last; None: no others.
         eval_every: steps between evaluations on the validation split; None: none while training.
+        target_accuracy: of a task: end the training once a validation reaches it; null: train all steps.
         log_every: steps between rows of the log.
         resume: go on from the checkpoint in the run's folder, if it has one; "auto": also begin where there is no run
             yet, so that one command starts a run and goes on with it.
@@ -42,6 +43,7 @@ class TrainSettings:
     compile: bool = False
     checkpoint_every: int | None = None
     eval_every: int | None = None
+    target_accuracy: float | None = None
     log_every: int = 1
     resume: Literal[False, True, "auto"] = False
 
@@ -60,5 +62,9 @@ class TrainSettings:
         for name in ("min_lr_ratio", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"train.{name}={getattr(self, name)}: give a share between 0 and 1")
+        if self.target_accuracy is not None and not (0 < self.target_accuracy <= 1 and self.eval_every):
+            raise UsageError(
+                f"train.target_accuracy={self.target_accuracy}: give a share above 0 and up to 1, and train.eval_every"
+            )
         if self.lr <= 0 or (self.clip is not None and self.clip <= 0):
             raise UsageError(f"train.lr={self.lr} and train.clip={self.clip}: give more than 0 (clip=null: no limit)")

@@ -50,6 +50,7 @@ class Trainer:
         settings: TrainSettings,
         *,
         seed: int,
+        data_seed: int,
         device: torch.device,
         dtype: torch.dtype,
         run_dir: Path,
@@ -60,10 +61,11 @@ class Trainer:
                 f"data={dataset.name} has token ids up to {dataset.vocab_size - 1}, "
                 f"outside the model's vocabulary of {model.vocab_size}"
             )
-        self.model, self.dataset, self.settings, self.seed = model, dataset, settings, seed
+        self.model, self.dataset, self.settings, self.seed, self.data_seed = model, dataset, settings, seed, data_seed
         self.run_dir, self.path, self.config_hash = run_dir, run_dir / checkpoint.FILE_NAME, config_hash
         self.stepper = Stepper(model, settings, device=device, dtype=dtype)
         self.step, self.n_tokens = 0, 0
+        self.steps_to_target: int | None = None
         self.final_losses: deque[float] = deque(maxlen=FINAL_STEPS)
         self.step_seconds: list[float] = []
 
@@ -110,6 +112,14 @@ class Trainer:
         place = {"device": self.stepper.device, "dtype": self.stepper.dtype}
         return evaluate(self.model, self.dataset, "val", batch_size=self.settings.batch_size, **place)
 
+    def reached_target(self, values: dict[str, float]) -> bool:
+        """Whether a step's values hold a validation as good as was asked for; the step is then kept for the record."""
+        target, accuracy = self.settings.target_accuracy, values.get("quality/val_accuracy")
+        if target is None or accuracy is None or accuracy < target:
+            return False
+        self.steps_to_target = self.step
+        return True
+
     def save(self) -> None:
         """Write a checkpoint. Weights that the last update ruined are Diverged: they may not replace good ones."""
         try:
@@ -121,6 +131,8 @@ class Trainer:
     def record(self) -> dict[str, float]:
         """The entries of the run's record: see `archlab.train.loop.train`."""
         entries: dict[str, float] = {"train/steps": self.step, "data/train_tokens": self.n_tokens}
+        if self.steps_to_target is not None:
+            entries["train/steps_to_target"] = self.steps_to_target
         if self.final_losses:
             entries["quality/train_loss_final"] = statistics.fmean(self.final_losses)
         entries |= speed(self.step_seconds, self.settings.batch_size * self.dataset.context)
@@ -128,7 +140,7 @@ class Trainer:
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """The batch of the step that comes next."""
-        return self.dataset.batch(self.step, self.settings.batch_size, self.seed)
+        return self.dataset.batch(self.step, self.settings.batch_size, self.data_seed)
 
     def _meta(self) -> dict[str, Any]:
         config = self.run_dir / checkpoint.CONFIG_FILE_NAME
@@ -139,7 +151,7 @@ class Trainer:
             "fingerprint": self.dataset.fingerprint,
             "n_tokens": self.n_tokens,
             "progress": self.progress,
-            "seed": self.seed,
+            "seed": [self.seed, self.data_seed],
             "step": self.step,
             "vocab_size": self.model.vocab_size,
         }

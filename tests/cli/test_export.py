@@ -209,7 +209,7 @@ def test_who_has_no_tokenizer_of_ours_continues_no_text(exported, tmp_path, caps
         (["train.steps=3"], "train.steps=3: give settings of the data alone"),
         (["data.pat=x"], "no key 'pat'"),
         (["data.tokens={other}"], "of the run"),
-        (["data._target_=archlab.data.mqar.MultiQueryRecall"], "no key 'path'"),
+        (["data._target_=archlab.data.tasks.mqar.MultiQueryRecall"], "no key 'path'"),
     ],
 )
 def test_what_cannot_be_evaluated_is_a_sentence(run, capsys, settings, named):

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import TINY
 import torch
+from commands import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archlab.config.compose import load
 from archlab.data import IGNORE, Codec, build_dataset
 from archlab.data.codec import UNKNOWN, ByteCodec, CharCodec, encode_bytes, encode_characters
-from archlab.data.mqar import MultiQueryRecall
 from archlab.data.phrase import Phrase
 from archlab.data.stdlib import StandardLibrary, _source_files, _split_of
 from archlab.data.stream import TokenStream
+from archlab.data.tasks.mqar import MultiQueryRecall
 from archlab.data.text import Text
 from archlab.errors import UsageError
 from archlab.plugins import names

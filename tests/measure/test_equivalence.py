@@ -22,7 +22,7 @@ LENGTH = 41
 class PositionIgnored(GroupedQueryAttention):
     """Rotates every new token as if it stood at the position of the first."""
 
-    def project(self, x, pos):
+    def project(self, x, pos, history=None):
         return super().project(x, 0)
 
 

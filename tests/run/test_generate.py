@@ -152,7 +152,7 @@ def run_dir(tmp_path_factory):
     data = build_dataset(cfg.data)
     model = build_model(cfg, data.vocab_size)
     options = {"seed": 0, "device": CPU, "dtype": torch.float32, "log": Rows(), "config_hash": ""}
-    train(model, data, make_settings(steps=20, lr=3e-3), run_dir=path, **options)
+    train(model, data, make_settings(steps=20, lr=3e-3), run_dir=path, data_seed=0, **options)
     return path
 
 

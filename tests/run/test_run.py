@@ -86,6 +86,7 @@ def test_a_run_leaves_its_record_its_configuration_its_rows_and_a_checkpoint(arc
         "result.json",
         "checkpoint.safetensors",
         "codec.json",
+        "test_items.safetensors",
     }
     (entries,) = records()
     assert {key: entries.get(key) for key in RECORD if not isinstance(entries.get(key), RECORD[key])} == {}

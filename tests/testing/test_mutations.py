@@ -84,7 +84,7 @@ FAULTS = [
     ),
     Fault(
         "keys kept on the module",
-        "attn/gqa.py", "q, kv = self.project(x, pos)", "q, kv = self.project(x, pos)\n        self.last = kv",
+        "attn/gqa.py", "q, kv = self.project(x, pos, None if state is None else state.conv)", "q, kv = self.project(x, pos, None if state is None else state.conv)\n        self.last = kv",
         "module_is_stateless",
     ),
     Fault(
@@ -119,7 +119,7 @@ FAULTS = [
     ),
     Fault(
         "expanded keys and values cached under the name of a latent",
-        "attn/mla.py", "return LatentState(torch.zeros(batch, max_len, self.dc + self.dr, device=device, dtype=dtype))", "return LatentState(torch.zeros(batch, max_len, self.n_heads * (self.dn + self.dr + self.dv), device=device, dtype=dtype)[..., : self.dc + self.dr])",
+        "attn/mla.py", "latent = torch.zeros(batch, max_len, self.dc + self.dr, device=device, dtype=dtype)", "latent = torch.zeros(batch, max_len, self.n_heads * (self.dn + self.dr + self.dv), device=device, dtype=dtype)[..., : self.dc + self.dr]",
         "weighed_bytes", attn="mla",
     ),
     Fault(

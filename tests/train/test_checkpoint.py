@@ -314,7 +314,7 @@ def run_dir(tmp_path):
     torch.manual_seed(0)
     model = build_model(cfg, data.vocab_size)
     options = {"seed": 0, "device": CPU, "dtype": torch.float64, "log": Rows(), "config_hash": ""}
-    train(model, data, make_settings(steps=2), run_dir=tmp_path, **options)
+    train(model, data, make_settings(steps=2), run_dir=tmp_path, data_seed=0, **options)
     return tmp_path, model
 
 

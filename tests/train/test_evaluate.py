@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from training import CPU, VOCAB, AuxFFN, Uneven, make_model
 
 from archlab.data import IGNORE
-from archlab.data.mqar import MultiQueryRecall
+from archlab.data.tasks.mqar import MultiQueryRecall
 from archlab.data.text import Text
 from archlab.model import eval_mode
 from archlab.train.evaluate import evaluate, token_losses

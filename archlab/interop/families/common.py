@@ -89,6 +89,7 @@ GQA = (
     rope("gqa.rope_theta"),
     only("gqa.norm", "rms"),
     only("gqa.out_gate", False),
+    only("gqa.conv_size", 0),
     only("attn", "gqa"),
 )
 

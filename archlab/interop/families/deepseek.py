@@ -29,6 +29,7 @@ MLA = (
     same("v_head_dim", "mla.v_head_dim"),
     rope("mla.rope_theta"),
     only("mla.rope", True),
+    only("mla.conv_size", 0),
     only("mla.norm_eps", 1e-6),  # written into their code, whatever rms_norm_eps
     only("attn", "mla"),
     fixed("attention_bias", False),

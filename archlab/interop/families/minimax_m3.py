@@ -86,6 +86,8 @@ HEADS = (
     *(only(f"{plugin}.qk_norm", True) for plugin in ("gqa", "msa")),
     only("gqa.window", None),
     only("gqa.out_gate", False),
+    only("gqa.conv_size", 0),
+    only("msa.conv_size", 0),
 )
 INDEX = (
     only("msa.index_norm", True),

@@ -64,6 +64,7 @@ GATED_ATTENTION = (
     only("gqa.qk_norm", True),
     only("gqa.window", None),
     only("gqa.out_gate", True),
+    only("gqa.conv_size", 0),
     fixed("attention_bias", False),
 )
 MOE = (

@@ -1,0 +1,1 @@
+"""Synthetic tasks: one file each, a generator of rows with a known answer."""
