@@ -55,10 +55,11 @@ def train(
     due. `watch` is called once, before the first step, with the trainer.
 
     Returns:
-        `train/steps`; `train/steps_to_target`: of a task that reached `target_accuracy`; `data/train_tokens`: tokens read, resumed ones among them; `quality/train_loss_final`: nats, no
-        auxiliary loss in it, mean over the last `FINAL_STEPS`; `train/tokens_per_second`, `train/step_ms_p50`: of this
-        process, without its first steps, evaluations and checkpoints; `train/first_step_ms`: with compiling;
-        `train/peak_memory_bytes`: of the CUDA allocator while training, elsewhere of the process so far.
+        `train/steps`; `train/steps_to_target`: of a task that reached `target_accuracy`; `data/train_tokens`: tokens
+        read, resumed ones among them; `quality/train_loss_final`: nats, no auxiliary loss in it, mean over the last
+        `FINAL_STEPS`; `train/tokens_per_second`, `train/step_ms_p50`: of this process, without its first steps,
+        evaluations and checkpoints; `train/first_step_ms`: with compiling; `train/peak_memory_bytes`: of the CUDA
+        allocator while training, elsewhere of the process so far.
 
     Errors: Diverged; Interrupted; UsageError where a checkpoint to go on from is of another run; ArchlabError where no
     checkpoint can be written.

@@ -1,0 +1,1 @@
+"""Many runs that answer a question: study files, matching, tuning, cells, statistics, statements."""

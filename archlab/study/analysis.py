@@ -1,0 +1,219 @@
+"""What the records of a study say: a row for each variant of each task, differences to the reference, statements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from archlab.errors import UsageError
+from archlab.run.stages import ITEMS_FILE_NAME
+from archlab.study import statistics
+from archlab.study.cells import Cell
+from archlab.study.plan import Plan
+from archlab.study.spec import Spec
+from archlab.study.statistics import Difference, Estimate
+from archlab.study.tune import Point, best, beyond
+
+CONFOUNDS = {
+    "short convolution": ("conv_size",),
+    "output gate": ("gate", "out_gate"),
+    "QK-norm": ("qk_norm", "feature_map"),
+    "rotation": ("rope_dim", "rope"),
+}
+"""What variants may have beside their mechanism, by the parameters that say so."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant in one task: its test runs, in the order of the study's seeds.
+
+    Attributes:
+        records: those of the runs; None where one has not ended.
+        curve: its tuning, empty without one.
+        matched: what was changed to make it fair.
+        counts: all four counts, whatever was matched.
+        confounds: what it has beside its mechanism.
+    """
+
+    task: str
+    variant: str
+    seeds: Sequence[int]
+    records: Sequence[Mapping[str, Any] | None]
+    folders: Sequence[Path]
+    curve: Sequence[Point]
+    matched: Sequence[str]
+    counts: Mapping[str, float]
+    confounds: Mapping[str, str] = field(default_factory=dict)
+
+    def values(self, entry: str) -> dict[int, float]:
+        """An entry of the record by seed: of the runs that ended well, and no other."""
+        found = {}
+        for seed, record in zip(self.seeds, self.records, strict=True):
+            if record is not None and record["status"] == "ok" and record.get(entry) is not None:
+                found[seed] = record[entry]
+        return found
+
+    def count(self, status: str) -> int:
+        return sum(r is not None and r["status"] == status for r in self.records)
+
+    @property
+    def lr(self) -> float | None:
+        return best(self.curve).lr if self.curve else None
+
+    @property
+    def lr_is_inside(self) -> bool:
+        """Whether the best rate has neighbours on both sides."""
+        return not self.curve or beyond(self.curve) is None
+
+    def estimate(self, entry: str) -> Estimate | None:
+        values = list(self.values(entry).values())
+        return statistics.mean_interval(values) if values else None
+
+    def solved(self, solved_at: float) -> Estimate | None:
+        """The share of runs that solved the task, with its exact interval; one that diverged did not."""
+        ended = [r for r in self.records if r is not None]
+        if not ended:
+            return None
+        n_solved = sum(r["status"] == "ok" and r["quality/test_accuracy"] >= solved_at for r in ended)
+        return statistics.share_interval(n_solved, len(ended))
+
+    def steps_to_solve(self, solved_at: float) -> dict[int, float]:
+        """Optimizer steps by seed, of the runs that solved the task."""
+        accuracy, steps = self.values("quality/test_accuracy"), self.values("train/steps")
+        return {seed: steps[seed] for seed, a in accuracy.items() if a >= solved_at}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A variant against another in one task, over the seeds that both have.
+
+    Attributes:
+        over_seeds: the paired difference of the metric, first minus second; None of fewer than two pairs.
+        p_holm: its p among all comparisons of the study.
+        over_sequences: the same difference over the sequences of the test set, averaged over seeds; None for a metric
+            that no sequence has.
+        two_heaps: whether the values fall into two groups, for which no interval of a mean holds.
+    """
+
+    task: str
+    first: str
+    second: str
+    over_seeds: Difference | None
+    over_sequences: Estimate | None
+    two_heaps: bool
+    p_holm: float = 1.0
+
+    @property
+    def verdict(self) -> str:
+        """ "lower", "higher" or "no difference shown", or why there is none."""
+        d = self.over_seeds
+        if d is None or d.estimate.n < statistics.LEAST_SEEDS:
+            return f"fewer than {statistics.LEAST_SEEDS} seeds: nothing is ranked"
+        if self.two_heaps:
+            return "runs fall into two groups: compare the shares that solved it"
+        if not d.excludes_zero or self.p_holm > 1 - statistics.LEVEL:
+            return "no difference shown"
+        return "lower" if d.estimate.mean < 0 else "higher"
+
+
+class Analysis:
+    """The results of a study, from the records of its cells alone."""
+
+    def __init__(self, plan: Plan, tests: Mapping[tuple[str, str], Sequence[Cell]]):
+        self.spec: Spec = plan.spec
+        self.rows = {key: _row(plan, key, cells) for key, cells in tests.items()}
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Every variant of each task against the reference, and every pair that a statement names."""
+        pairs = [
+            (task, variant, self.spec.reference)
+            for task, variant in self.rows
+            if variant != self.spec.reference and (task, self.spec.reference) in self.rows
+        ]
+        found = [self.compare(*pair, self.spec.metric) for pair in pairs]
+        tested = [c for c in found if c.over_seeds is not None]
+        adjusted = iter(statistics.holm([c.over_seeds.p for c in tested if c.over_seeds]))
+        return [Comparison(**vars(c) | {"p_holm": next(adjusted)}) if c.over_seeds is not None else c for c in found]
+
+    def row(self, task: str, variant: str) -> Row:
+        """Errors: UsageError where the variant takes no part in the task."""
+        if (task, variant) not in self.rows:
+            raise UsageError(f"no {variant} in {task}: a statement names what the study does not run")
+        return self.rows[task, variant]
+
+    def compare(self, task: str, first: str, second: str, entry: str) -> Comparison:
+        """Errors: UsageError where the two did not see the same data."""
+        a, b = self.row(task, first), self.row(task, second)
+        _require_paired(a, b)
+        values, others = a.values(entry), b.values(entry)
+        seeds = [seed for seed in a.seeds if seed in values and seed in others]
+        x, y = [values[s] for s in seeds], [others[s] for s in seeds]
+        over_seeds = statistics.paired(x, y) if len(seeds) > 1 else None
+        over_sequences = _over_sequences(a, b, seeds) if entry == "quality/test_loss" else None
+        heaps = entry == "quality/test_accuracy" and (statistics.in_two_heaps(x) or statistics.in_two_heaps(y))
+        return Comparison(task, first, second, over_seeds, over_sequences, heaps)
+
+
+def _row(plan: Plan, key: tuple[str, str], cells: Sequence[Cell]) -> Row:
+    task, variant = key
+    return Row(
+        task,
+        variant,
+        [cell.seed for cell in cells],
+        [cell.record for cell in cells],
+        [cell.path for cell in cells],
+        plan.tuned.get(key, []),
+        plan.matches[key],
+        plan.counts(task, variant),
+        _confounds(cells[0].cfg.attn),
+    )
+
+
+def _confounds(node: Any) -> dict[str, str]:
+    """What an attention's configuration, and those of a hybrid's parts, says of each confound; "" where nothing."""
+    parts = node.get("parts")
+    nodes = list(parts.values()) if parts else [node]
+    found = {}
+    for what, keys in CONFOUNDS.items():
+        values = [str(n[key]) for n in nodes for key in keys if key in n]
+        found[what] = ", ".join(dict.fromkeys(values))
+    return found
+
+
+def _require_paired(a: Row, b: Row) -> None:
+    for seed, first, second in zip(a.seeds, a.records, b.records, strict=True):
+        for entry in ("data/fingerprint", "seed/data"):
+            if first and second and first.get(entry) != second.get(entry):
+                raise UsageError(
+                    f"{a.task}: {a.variant} and {b.variant} of seed {seed} differ in {entry}, so they are no pair: "
+                    "run both on the same data"
+                )
+
+
+def _over_sequences(a: Row, b: Row, seeds: Sequence[int]) -> Estimate | None:
+    """Differences of each test sequence, averaged over the seeds, as one sample."""
+    found = []
+    for seed in seeds:
+        items = [_items(row.folders[list(row.seeds).index(seed)]) for row in (a, b)]
+        if any(i is None for i in items):
+            return None
+        found.append(items)
+    if not found:
+        return None
+    first, second = (np.mean([pair[i] for pair in found], axis=0) for i in (0, 1))
+    return statistics.by_sequence(first, second)
+
+
+def _items(folder: Path) -> np.ndarray | None:
+    path = folder / ITEMS_FILE_NAME
+    if not path.exists():
+        return None
+    tensors = load_file(path)
+    return np.stack([tensors["nats"], tensors["targets"]], axis=1)
