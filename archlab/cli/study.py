@@ -22,7 +22,7 @@ from rich.table import Table
 from archlab.errors import ArchlabError, guarded
 from archlab.measure.units import human_count
 from archlab.report import study as report
-from archlab.study import launch, progress
+from archlab.study import launch, progress, timing
 from archlab.study.analysis import Analysis
 from archlab.study.cells import Cell, write_index
 from archlab.study.estimate import seconds_of_step
@@ -75,7 +75,14 @@ def run_study(plan: Plan, console: Console) -> Analysis:
     plan.tune(run)
     tests = {key: plan.test_cells(*key) for key in plan.contests()}
     run([cell for cells in tests.values() for cell in cells])
+    if spec.timing:
+        trained = [cell for cells in tests.values() if (cell := _first_good(cells)) is not None]
+        timing.time_all(folder, trained, spec.timing, console)
     return Analysis(plan, tests)
+
+
+def _first_good(cells: Sequence[Cell]) -> Cell | None:
+    return next((c for c in cells if (record := c.record) is not None and record["status"] == "ok"), None)
 
 
 def _dry_run(plan: Plan, console: Console) -> None:
@@ -95,9 +102,10 @@ def _dry_run(plan: Plan, console: Console) -> None:
         table.add_row(task, variant, size, " ".join(plan.matches[task, variant]), str(n_cells), f"{seconds / 60:.1f}")
     console.print(table)
     side_by_side = spec.n_jobs if spec.launcher == "joblib" else 1
+    n_total, minutes = n_cells * len(plan.contests()), total / side_by_side / 60
     console.print(
-        f"{n_cells * len(plan.contests())} cells, at most {total / side_by_side / 60:.0f} minutes with {side_by_side} side by "
-        f"side, if every step is made (a solved task ends before); measured in {time.perf_counter() - began:.0f} s",
+        f"{n_total} cells, at most {minutes:.0f} minutes, {side_by_side} at once, if every step is made (a solved task "
+        f"ends before); measured in {time.perf_counter() - began:.0f} s",
         highlight=False,
         soft_wrap=True,
     )

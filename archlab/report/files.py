@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from archlab.report import records
 from archlab.report.comparison import CONTEXT, Comparison, Run, compare
+from archlab.report.group import Group, metrics
 from archlab.report.table import closing_lines, rows
 
 
 def write(runs: Sequence[Run], out: Path, context: int = CONTEXT) -> list[Path]:
-    """Write report.csv, report.md and the pictures; returns the files."""
+    """Write report.csv, report.md, report.html, the pictures, and all records as CSV and Parquet; returns the files."""
     from archlab.report import curves, figure
 
     out.mkdir(parents=True, exist_ok=True)
@@ -34,7 +36,47 @@ def write(runs: Sequence[Run], out: Path, context: int = CONTEXT) -> list[Path]:
         text += [f"![{title}]({p.name})" for title, files in pictures.items() for p in files if p.suffix == ".svg"]
     text += [f"* {line}" for line in closing_lines(runs)]
     written[1].write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    return written
+    written += records.write([run.entries for run in runs], out)
+    return [*written, _page(comparisons, closing_lines(runs), out / "report.html")]
+
+
+def _page(comparisons: Sequence[Comparison], closing: Sequence[str], path: Path) -> Path:
+    from archlab.report import html  # plotly takes a second to import
+
+    return html.write(
+        path,
+        title="Comparison",
+        says="Means over seeds; nothing is ranked here: python -m archlab.study tests differences.",
+        sections=[*map(_section, comparisons), html.Section("Runs", notes=closing)],
+        sources=[f"data {c.fingerprint or 'none'}: {' '.join(c.shared)}" for c in comparisons],
+    )
+
+
+def _section(c: Comparison):
+    from archlab.report import charts, html
+
+    groups = [
+        Group(v.label, v.ok, [run.path.parent for run in v.runs if run.status == "ok"], len(v.runs)) for v in c.variants
+    ]
+    decode = "latency/decode_ms_per_token_p50"
+    bytes_at, decode_at = c.measured_context("cache/bytes_at"), c.measured_context(decode)
+    loss = {"y_entry": "quality/val_loss", "y": "validation loss, nats a token", "lower_is_better": True}
+    figures = [
+        charts.curves(groups, "train/loss", "training loss: mean and range over seeds", "nats a token"),
+        charts.quality_against(
+            groups, f"cache/bytes_at/{bytes_at}", title="loss against cache", x=f"bytes at {bytes_at} tokens", **loss
+        ),
+        charts.quality_against(
+            groups, f"{decode}/{decode_at}", title="loss against latency", x=f"ms at {decode_at} tokens", **loss
+        ),
+        charts.against_context(groups, "cache/bytes_at", "cache of one sequence", "bytes"),
+        charts.against_context(
+            groups, decode, "decode step (dashes: the machine's limit)", "ms", "latency/decode_limit_ms"
+        ),
+        *charts.slices(groups),
+        *(charts.curves(groups, entry, entry.removeprefix("model/"), "") for entry in metrics(groups)),
+    ]
+    return html.Section(c.title, about=" ".join(c.shared), tables=[("", rows(c))], figures=figures, notes=c.notes)
 
 
 def _write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
@@ -54,7 +96,7 @@ def _write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:
         )
         for c, v in variants:
             figures = (x for key in keys for x in (v.mean(key), v.deviation(key)))
-            table.writerow([v.label, c.fingerprint, *(v.count(s) for s in statuses), *figures])
+            table.writerow([records.as_text(v.label), c.fingerprint, *(v.count(s) for s in statuses), *figures])
 
 
 def _is_number(value: Any) -> bool:

@@ -10,12 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from archlab.measure.units import human_bytes, human_context, human_count
-from archlab.study.analysis import Analysis, Comparison, Row
-from archlab.study.statements import FAILS, HOLDS, Finding, judge, tally
+from archlab.report import records
+from archlab.report.group import Group, metrics
+from archlab.study.analysis import CONFOUNDS, Analysis, Comparison, Row
+from archlab.study.spec import COUNTS
+from archlab.study.statements import FAILS, HOLDS, UNDECIDED, Finding, judge, tally
 from archlab.study.statistics import LEVEL, Estimate
 
 CACHE_AT = 8192
+LIMIT = "latency/decode_limit_ms"
 STYLES = {HOLDS: "green", FAILS: "red"}
+CSS = {HOLDS: "holds", FAILS: "fails", UNDECIDED: "undecided"}
 
 
 def show(analysis: Analysis, console: Console) -> None:
@@ -89,8 +94,8 @@ def _difference(c: Comparison | None) -> list[str]:
         return ["(reference)", ""]
     if c.over_seeds is None:
         return ["one pair", ""]
-    if c.two_heaps:
-        return ["two groups", ""]
+    if c.solved is not None:
+        return [f"{c.solved[0]} solved against {c.solved[1]}", f"{c.p_holm:.2g}"]
     e = c.over_seeds.estimate
     return [f"{e.mean:+.4f} ±{e.margin or 0:.4f}", f"{c.p_holm:.2g}"]
 
@@ -108,7 +113,7 @@ def notes(analysis: Analysis) -> list[str]:
     if spec.match is None:
         found.append("nothing was matched: see the counts of each variant")
     for c in analysis.comparisons:
-        if c.verdict == "no difference shown" and c.over_seeds is not None:
+        if c.verdict == "no difference shown" and c.over_seeds is not None and c.solved is None:
             found.append(
                 f"{c.task}: {c.first} and {c.second}: no difference shown; {c.over_seeds.estimate.n} pairs would have "
                 f"shown one of {c.over_seeds.detectable:.3g} with a probability of 0.8"
@@ -134,7 +139,114 @@ def _statement(f: Finding) -> str:
 
 
 def write(analysis: Analysis, folder: Path) -> list[Path]:
-    """Write the report's files into a folder; returns them."""
-    path = folder / "report.md"
-    path.write_text(markdown(analysis, judge(analysis)), encoding="utf-8")
-    return [path]
+    """Write report.md, report.html and all records into a folder; returns the files."""
+    from archlab.report import html  # plotly takes a second to import
+
+    findings, text = judge(analysis), folder / "report.md"
+    text.write_text(markdown(analysis, findings), encoding="utf-8")
+    page = html.write(
+        folder / "report.html",
+        title=analysis.spec.name,
+        says=f"{analysis.spec.says[:1].upper()}{analysis.spec.says[1:]}.",
+        findings=[vars(f) | {"css": CSS[f.verdict]} for f in findings],
+        sections=[*(_section(analysis, task) for task in analysis.spec.tasks), _confounds(analysis)],
+        sources=sources(analysis),
+    )
+    every = [r for row in analysis.rows.values() for r in row.records if r is not None]
+    return [text, page, *records.write(every, folder)]
+
+
+def groups(analysis: Analysis, task: str) -> list[Group]:
+    """The variants of a task, in the order of the study file, so that each has one colour everywhere."""
+    found = []
+    for variant in analysis.spec.variants:
+        if (row := analysis.rows.get((task, variant))) is not None:
+            ok = [i for i, r in enumerate(row.records) if r is not None and r["status"] == "ok"]
+            entries = [{**(row.records[i] or {}), **row.timing} for i in ok]
+            found.append(Group(variant, entries, [row.folders[i] for i in ok], len(row.records)))
+    return found
+
+
+def _section(analysis: Analysis, task: str):
+    from archlab.report import charts, html
+
+    spec, found = analysis.spec, groups(analysis, task)
+    quality = {"y_entry": spec.metric, "y": spec.metric, "lower_is_better": not spec.higher_is_better}
+    is_task = spec.solved_at is not None
+    curves = {g.label: analysis.rows[task, g.label].curve for g in found}
+    decode = "latency/decode_ms_per_token_p50"
+    figures = [
+        charts.curves(found, "train/loss", "training loss: mean and range over seeds", "nats a token"),
+        charts.curves(found, "quality/val_accuracy", "validation accuracy while training", "accuracy"),
+        charts.rates(curves, title="tuning: the large point was chosen", by_accuracy=is_task),
+        charts.quality_against(
+            found, f"cache/bytes_at/{CACHE_AT}", title="quality against cache", x="cache at 8k tokens, bytes", **quality
+        ),
+        charts.quality_against(
+            found, f"{decode}/{CACHE_AT}", title="quality against latency", x="decode step at 8k tokens, ms", **quality
+        ),
+        charts.against_context(found, "cache/bytes_at", "cache of one sequence", "bytes"),
+        charts.against_context(
+            found, decode, "decode step (dashes: the machine's limit)", "ms", "latency/decode_limit_ms"
+        ),
+        *charts.slices(found),
+        *(charts.curves(found, entry, entry.removeprefix("model/"), "") for entry in metrics(found)),
+    ]
+    return html.Section(
+        task,
+        about=" ".join(spec.tasks[task]),
+        tables=[
+            ("", table(analysis, task)),
+            ("differences", differences(analysis, task)),
+            ("counts", sizes(analysis, task)),
+        ],
+        figures=figures,
+        notes=[n for n in notes(analysis) if n.startswith(f"{task}:")],
+    )
+
+
+def differences(analysis: Analysis, task: str) -> list[list[str]]:
+    """Header and a row for each variant against the reference: over seeds, and over the sequences of the test set."""
+    header = ["variant", "minus", "over seeds", "pairs", "p (Holm)", "detectable", "over sequences", "verdict"]
+    body = []
+    for c in (c for c in analysis.comparisons if c.task == task):
+        d = c.over_seeds
+        over = ["-"] * 4
+        if d is not None:
+            margin = f"{d.estimate.mean:+.4f} ±{d.estimate.margin or 0:.4f}"
+            by_shares = c.solved is not None
+            over = ["by shares solved" if by_shares else margin, str(d.estimate.n), f"{c.p_holm:.2g}"]
+            over.append("-" if by_shares else f"{d.detectable:.3g}")
+        body.append([c.first, c.second, *over, spread(c.over_sequences), c.verdict])
+    return [header, *body]
+
+
+def sizes(analysis: Analysis, task: str) -> list[list[str]]:
+    """Header and a row for each variant: all counts, whatever was matched, and what was changed for it."""
+    rows = [row for (t, _), row in analysis.rows.items() if t == task]
+    header = ["variant", *COUNTS, "changed to match"]
+    return [header, *([r.variant, *(f"{r.counts[c]:,.0f}" for c in COUNTS), " ".join(r.matched) or "-"] for r in rows)]
+
+
+def _confounds(analysis: Analysis):
+    """What each variant has beside its mechanism."""
+    from archlab.report import html
+
+    rows = {row.variant: row for row in analysis.rows.values()}
+    header = ["variant", *CONFOUNDS]
+    body = [[v, *(row.confounds.get(c) or "-" for c in CONFOUNDS)] for v, row in rows.items()]
+    about = (
+        "What variants have beside their mechanism. Where two differ in one of these, "
+        "their difference is not that of the mechanism alone."
+    )
+    return html.Section("Confounds", about=about, tables=[("", [header, *body])], notes=notes(analysis))
+
+
+def sources(analysis: Analysis) -> list[str]:
+    """The command that repeats the study, its file, and the data that each task saw."""
+    spec = analysis.spec
+    found = [f"python -m archlab.study {spec.name}", f"{spec.dir}/study.yaml, {spec.dir}/cells.jsonl"]
+    for task in spec.tasks:
+        prints = {r["data/fingerprint"] for (t, _), row in analysis.rows.items() if t == task for r in row.records if r}
+        found.append(f"{task}: data {', '.join(sorted(p[:16] for p in prints))}")
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from archlab.errors import UsageError
 from archlab.run.stages import ITEMS_FILE_NAME
-from archlab.study import statistics
+from archlab.study import statistics, timing
 from archlab.study.cells import Cell
 from archlab.study.plan import Plan
 from archlab.study.spec import Spec
@@ -39,6 +39,7 @@ class Row:
         matched: what was changed to make it fair.
         counts: all four counts, whatever was matched.
         confounds: what it has beside its mechanism.
+        timing: the entries `latency/*` of its model, measured alone (see `archlab.study.timing`).
     """
 
     task: str
@@ -50,6 +51,7 @@ class Row:
     matched: Sequence[str]
     counts: Mapping[str, float]
     confounds: Mapping[str, str] = field(default_factory=dict)
+    timing: Mapping[str, Any] = field(default_factory=dict)
 
     def values(self, entry: str) -> dict[int, float]:
         """An entry of the record by seed: of the runs that ended well, and no other."""
@@ -94,11 +96,14 @@ class Comparison:
     """A variant against another in one task, over the seeds that both have.
 
     Attributes:
-        over_seeds: the paired difference of the metric, first minus second; None of fewer than two pairs.
-        p_holm: its p among all comparisons of the study.
+        over_seeds: the difference of the metric, first minus second, paired by seed where both have the same; None of
+            fewer than two.
         over_sequences: the same difference over the sequences of the test set, averaged over seeds; None for a metric
             that no sequence has.
-        two_heaps: whether the values fall into two groups, for which no interval of a mean holds.
+        solved: how many runs of the first and of the second solved the task, where some did and some did not: such runs
+            lie in two heaps, and the shares are compared; None elsewhere.
+        p: that the two are equal: of the t test, or of Fisher's exact test of the shares; None without either.
+        p_holm: the same, corrected for all comparisons of the study.
     """
 
     task: str
@@ -106,7 +111,8 @@ class Comparison:
     second: str
     over_seeds: Difference | None
     over_sequences: Estimate | None
-    two_heaps: bool
+    solved: tuple[int, int] | None
+    p: float | None
     p_holm: float = 1.0
 
     @property
@@ -115,11 +121,37 @@ class Comparison:
         d = self.over_seeds
         if d is None or d.estimate.n < statistics.LEAST_SEEDS:
             return f"fewer than {statistics.LEAST_SEEDS} seeds: nothing is ranked"
-        if self.two_heaps:
-            return "runs fall into two groups: compare the shares that solved it"
-        if not d.excludes_zero or self.p_holm > 1 - statistics.LEVEL:
+        shown = self.p_holm <= 1 - statistics.LEVEL and (self.solved is not None or d.excludes_zero)
+        if not shown:
             return "no difference shown"
         return "lower" if d.estimate.mean < 0 else "higher"
+
+
+def compare_values(
+    task: str,
+    names: tuple[str, str],
+    values: tuple[Sequence[float], Sequence[float]],
+    *,
+    pairs: bool,
+    solved_at: float | None = None,
+    over_sequences: Estimate | None = None,
+) -> Comparison:
+    """The comparison of two variants from their values, one a seed.
+
+    Args:
+        pairs: whether values of one place are of one seed.
+        solved_at: of accuracies: from which on a run counts as solved.
+    """
+    x, y = values
+    if min(len(x), len(y)) < 2:
+        return Comparison(task, *names, None, over_sequences, None, None)
+    difference = statistics.paired(x, y) if pairs else statistics.unpaired(x, y)
+    if solved_at is not None:
+        k, other_k = (sum(v >= solved_at for v in some) for some in (x, y))
+        if 0 < k + other_k < len(x) + len(y):
+            p = statistics.share_difference(k, len(x), other_k, len(y))
+            return Comparison(task, *names, difference, over_sequences, (k, other_k), p)
+    return Comparison(task, *names, difference, over_sequences, None, difference.p)
 
 
 class Analysis:
@@ -138,9 +170,7 @@ class Analysis:
             if variant != self.spec.reference and (task, self.spec.reference) in self.rows
         ]
         found = [self.compare(*pair, self.spec.metric) for pair in pairs]
-        tested = [c for c in found if c.over_seeds is not None]
-        adjusted = iter(statistics.holm([c.over_seeds.p for c in tested if c.over_seeds]))
-        return [Comparison(**vars(c) | {"p_holm": next(adjusted)}) if c.over_seeds is not None else c for c in found]
+        return corrected(found)
 
     def row(self, task: str, variant: str) -> Row:
         """Errors: UsageError where the variant takes no part in the task."""
@@ -151,14 +181,25 @@ class Analysis:
     def compare(self, task: str, first: str, second: str, entry: str) -> Comparison:
         """Errors: UsageError where the two did not see the same data."""
         a, b = self.row(task, first), self.row(task, second)
-        _require_paired(a, b)
         values, others = a.values(entry), b.values(entry)
-        seeds = [seed for seed in a.seeds if seed in values and seed in others]
-        x, y = [values[s] for s in seeds], [others[s] for s in seeds]
-        over_seeds = statistics.paired(x, y) if len(seeds) > 1 else None
-        over_sequences = _over_sequences(a, b, seeds) if entry == "quality/test_loss" else None
-        heaps = entry == "quality/test_accuracy" and (statistics.in_two_heaps(x) or statistics.in_two_heaps(y))
-        return Comparison(task, first, second, over_seeds, over_sequences, heaps)
+        pairs = list(a.seeds) == list(b.seeds)
+        over_sequences = None
+        if pairs:
+            _require_paired(a, b)
+            seeds = [seed for seed in a.seeds if seed in values and seed in others]
+            values, others = ({seed: some[seed] for seed in seeds} for some in (values, others))
+            over_sequences = _over_sequences(a, b, seeds) if entry == "quality/test_loss" else None
+        solved_at = self.spec.solved_at if entry == "quality/test_accuracy" else None
+        both = list(values.values()), list(others.values())
+        return compare_values(
+            task, (first, second), both, pairs=pairs, solved_at=solved_at, over_sequences=over_sequences
+        )
+
+
+def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """The same with their p corrected for all of them together."""
+    adjusted = iter(statistics.holm([c.p for c in comparisons if c.p is not None]))
+    return [c if c.p is None else replace(c, p_holm=next(adjusted)) for c in comparisons]
 
 
 def _row(plan: Plan, key: tuple[str, str], cells: Sequence[Cell]) -> Row:
@@ -173,6 +214,7 @@ def _row(plan: Plan, key: tuple[str, str], cells: Sequence[Cell]) -> Row:
         plan.matches[key],
         plan.counts(task, variant),
         _confounds(cells[0].cfg.attn),
+        timing.read(Path(plan.spec.dir), task, variant),
     )
 
 
@@ -182,9 +224,18 @@ def _confounds(node: Any) -> dict[str, str]:
     nodes = list(parts.values()) if parts else [node]
     found = {}
     for what, keys in CONFOUNDS.items():
-        values = [str(n[key]) for n in nodes for key in keys if key in n]
+        values = [_plain(key, n[key]) for n in nodes for key in keys if key in n]
         found[what] = ", ".join(dict.fromkeys(values))
     return found
+
+
+def _plain(key: str, value: Any) -> str:
+    """A setting as a reader wants it: null channels that rotate are all of them."""
+    if value is None:
+        return "all channels" if key == "rope_dim" else "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value == 0 else str(value)
 
 
 def _require_paired(a: Row, b: Row) -> None:

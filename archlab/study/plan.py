@@ -69,7 +69,7 @@ class Plan:
         """The runs that are compared, at the rate that was chosen. Needs `tune` to have run."""
         lr = best(self.tuned[task, variant]).lr if self.spec.tune else None
         words = self.words(task, variant)
-        return [self.factory.make(task, variant, "test", seed, lr, words) for seed in self.spec.seeds]
+        return [self.factory.make(task, variant, "test", seed, lr, words) for seed in self.spec.seeds_of(variant)]
 
     def first_cells(self) -> list[Cell]:
         """The cells that are known before anything ran: all rates of the grids, or without tuning, all runs."""

@@ -58,8 +58,11 @@ class Spec:
         settings: overrides of all runs; tuning_settings: of those that choose a rate, on top.
         metric: the entry of the record that is compared, the smaller the better, unless `higher_is_better`.
         solved_at: of a task that is solved or not: the test accuracy from which on it is; None: losses are compared.
+        seed_shift: {variant: n}: its seeds are n more, so that it has no pairs with the others: the reference under
+            another name, which must come out as no difference.
         only: {task: variants} where not all variants take part.
         statements: what the study tests (see `archlab.study.statements`).
+        timing: what of each variant is timed, alone, once all runs are done, as `bench=default`; nothing if empty.
         launcher: Hydra's, with its settings.
         cells_dir, dir: where runs are kept, whatever study asked for them, and where this study is.
     """
@@ -78,8 +81,10 @@ class Spec:
     metric: str = "quality/test_loss"
     higher_is_better: bool = False
     solved_at: float | None = None
+    seed_shift: dict[str, int] = field(default_factory=dict)
     only: dict[str, list[str]] = field(default_factory=dict)
     statements: Sequence[dict[str, Any]] = ()
+    timing: Sequence[str] = ()
     launcher: str = "joblib"
     n_jobs: int = 2
     cells_dir: str = "runs/cells"
@@ -94,12 +99,18 @@ class Spec:
             _check_name("only", task, self.tasks)
             for variant in variants:
                 _check_name(f"only.{task}", variant, self.variants)
+        for variant in self.seed_shift:
+            _check_name("seed_shift", variant, self.variants)
         for seed in (*self.seeds, *(self.tune.seeds if self.tune else ())):
             check_whole("seeds", seed, 0)
         if self.tune and (shared := set(self.seeds) & set(self.tune.seeds)):
             raise UsageError(f"tune.seeds={sorted(shared)}: the seeds that choose a rate may not be compared too")
         if self.tune and (len(self.tune.lrs) < 2 or sorted(set(self.tune.lrs)) != list(self.tune.lrs)):
             raise UsageError(f"tune.lrs={list(self.tune.lrs)}: give at least two rates, ascending")
+
+    def seeds_of(self, variant: str) -> list[int]:
+        """The seeds of a variant's runs that are compared."""
+        return [seed + self.seed_shift.get(variant, 0) for seed in self.seeds]
 
     def variants_of(self, task: str) -> list[str]:
         """The variants that take part in a task."""
@@ -116,7 +127,7 @@ def load_spec(words: Sequence[str]) -> Spec:
         if "=" not in word:
             raise UsageError(f"{word!r} is not of the form key=value (python -m archlab.study --help)")
     cfg = _compose(name, overrides)
-    found = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    found: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     found.setdefault("name", Path(name).stem)
     found.setdefault("dir", f"runs/study/{found['name']}")
     return build(found)

@@ -27,7 +27,7 @@ from archlab.errors import UsageError
 from archlab.plugins import nearest
 from archlab.run.log import FILE_NAME
 from archlab.study import statistics
-from archlab.study.analysis import Analysis
+from archlab.study.analysis import Analysis, Comparison
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 
@@ -95,12 +95,13 @@ def _fails(analysis: Analysis, says: str, *, variant: str, task: str) -> Finding
 
 
 def _lower(analysis: Analysis, says: str, *, first: str, second: str, task: str, entry: str, sign: int = -1) -> Finding:
-    d = analysis.compare(task, first, second, entry).over_seeds
-    if d is None or d.estimate.n < statistics.LEAST_SEEDS:
+    c = analysis.compare(task, first, second, entry)
+    d = c.over_seeds
+    if d is None or c.p is None or d.estimate.n < statistics.LEAST_SEEDS:
         return Finding(says, UNDECIDED, f"fewer than {statistics.LEAST_SEEDS} pairs", 0 if d is None else d.estimate.n)
-    evidence = f"{_signed(d)}; {d.estimate.n} pairs could have shown {d.detectable:.3g}"
-    verdict = UNDECIDED if not d.excludes_zero else HOLDS if d.estimate.mean * sign > 0 else FAILS
-    return Finding(says, verdict, evidence, d.estimate.n, d.p)
+    shown = c.solved is not None or d.excludes_zero  # of shares, the corrected p alone decides
+    verdict = UNDECIDED if not shown else HOLDS if d.estimate.mean * sign > 0 else FAILS
+    return Finding(says, verdict, _evidence(c, d), d.estimate.n, c.p)
 
 
 def _higher(analysis: Analysis, says: str, *, first: str, second: str, task: str, entry: str) -> Finding:
@@ -108,11 +109,11 @@ def _higher(analysis: Analysis, says: str, *, first: str, second: str, task: str
 
 
 def _equal(analysis: Analysis, says: str, *, first: str, second: str, task: str, entry: str) -> Finding:
-    d = analysis.compare(task, first, second, entry).over_seeds
+    c = analysis.compare(task, first, second, entry)
+    d = c.over_seeds
     if d is None or d.estimate.n < statistics.LEAST_SEEDS:
         return Finding(says, UNDECIDED, f"fewer than {statistics.LEAST_SEEDS} pairs", 0 if d is None else d.estimate.n)
-    evidence = f"{_signed(d)}; {d.estimate.n} pairs could have shown {d.detectable:.3g}"
-    return Finding(says, FAILS if d.excludes_zero else HOLDS, evidence, d.estimate.n)
+    return Finding(says, FAILS if d.excludes_zero else HOLDS, _evidence(c, d), d.estimate.n)
 
 
 def _sooner(analysis: Analysis, says: str, *, first: str, second: str, task: str) -> Finding:
@@ -147,9 +148,12 @@ def _rise(folder: Path, entry: str) -> tuple[float, float] | None:
     return (plain.fmean(values[:tenth]), plain.fmean(values[-tenth:])) if tenth else None
 
 
-def _signed(d: statistics.Difference) -> str:
+def _evidence(c: Comparison, d: statistics.Difference) -> str:
     e = d.estimate
-    return f"difference {e.mean:+.4f} (95% interval {e.low:+.4f} to {e.high:+.4f})"
+    if c.solved is not None:
+        return f"{c.solved[0]} against {c.solved[1]} of {e.n} seeds solve it"
+    interval = f"difference {e.mean:+.4f} (95% interval {e.low:+.4f} to {e.high:+.4f})"
+    return f"{interval}; {e.n} pairs could have shown {d.detectable:.3g}"
 
 
 KINDS: dict[str, Callable[..., Finding]] = {

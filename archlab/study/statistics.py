@@ -68,14 +68,27 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
         raise ValueError(f"{len(x)} pairs: an interval of a difference takes two")
     if not x.std():
         return Difference(mean_interval(x), 1.0 if not x.any() else 0.0, 0.0)
-    return Difference(
-        mean_interval(x), float(stats.ttest_1samp(x, 0.0).pvalue), detectable(float(x.std(ddof=1)), len(x))
-    )
+    p = float(stats.ttest_1samp(x, 0.0).pvalue)
+    return Difference(mean_interval(x), p, detectable(float(x.std(ddof=1)), len(x)))
+
+
+def unpaired(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """The difference of two variants that share no seed (Welch's t test). Errors: ValueError for fewer than two."""
+    x, y = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
+    if min(len(x), len(y)) < 2:
+        raise ValueError(f"{len(x)} and {len(y)} runs: an interval of a difference takes two of each")
+    mean, n = float(x.mean() - y.mean()), min(len(x), len(y))
+    if not x.std() and not y.std():
+        return Difference(Estimate(mean, mean, mean, n), float(mean == 0), 0.0)
+    test = stats.ttest_ind(x, y, equal_var=False)
+    low, high = test.confidence_interval(LEVEL)
+    spread = math.sqrt(float(x.var(ddof=1) + y.var(ddof=1)))
+    return Difference(Estimate(mean, float(low), float(high), n), float(test.pvalue), detectable(spread, n))
 
 
 def detectable(deviation: float, n: int, *, power: float = 0.8) -> float:
-    """The smallest true difference that a two-sided paired t test of n pairs finds at `LEVEL` with that power: from the
-    noncentral t distribution."""
+    """The smallest true difference that a two-sided paired t test of n pairs finds with that power, at `LEVEL` (by the
+    noncentral t distribution)."""
     df, root = n - 1, math.sqrt(n)
     critical = stats.t.ppf((1 + LEVEL) / 2, df)
 
@@ -109,14 +122,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def in_two_heaps(values: Sequence[float]) -> bool:
-    """Whether runs fall into two groups with nothing between, as those of a task do that is solved or not: a gap in the
-    middle of more than half of the range. A t interval is none for such a spread."""
-    x = np.sort(np.asarray(values, dtype=float))
-    if len(x) < 4 or x[-1] - x[0] < 0.2:
-        return False
-    gaps = np.diff(x)
-    return bool(gaps.max() > 0.5 * (x[-1] - x[0]))
+def share_difference(k: int, n: int, other_k: int, other_n: int) -> float:
+    """The two-sided p that two shares are equal (Fisher's exact test): what is left where runs lie in two heaps, solved
+    or not, for whose mean no interval holds."""
+    return float(stats.fisher_exact([[k, n - k], [other_k, other_n - other_k]]).pvalue)
 
 
 def by_sequence(first: np.ndarray, second: np.ndarray) -> Estimate:

@@ -62,6 +62,9 @@ def test_the_command_prints_the_table_and_writes_it_and_the_picture(tmp_path, ca
     assert {path.name for path in out.iterdir()} == {
         "report.csv",
         "report.md",
+        "report.html",
+        "records.csv",
+        "records.parquet",
         *(f"report{kind}.{suffix}" for kind in ("", "-contexts") for suffix in ("png", "svg")),
     }
     rows = list(csv.DictReader((out / "report.csv").open()))
