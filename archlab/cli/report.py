@@ -1,7 +1,8 @@
-"""`python -m archlab.report FOLDER... [--out DIR]`: the table and the picture of any set of runs.
+"""`python -m archlab.report FOLDER... [--out DIR]`: the tables, the pictures and the page of any set of runs.
 
-It reads their `result.json` and nothing else. The seeds of one variant become one row; runs of different data never
-stand in one table; a ranking takes two seeds of a variant at least; runs that did not end well are counted and named.
+It reads their records and logs and nothing else. The seeds of one variant become one row; runs of different data never
+stand in one table; a place in the ranking takes three seeds, and a paired difference that excludes none. Runs that did
+not end well are counted and named.
 """
 
 import argparse

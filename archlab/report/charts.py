@@ -9,8 +9,10 @@ import plotly.graph_objects as go
 
 from archlab.measure.units import contexts, human_context
 from archlab.report.group import Group, Style, styles
+from archlab.study.analysis import Row
+from archlab.study.ladder import Fit
 from archlab.study.statistics import mean_interval
-from archlab.study.tune import Point
+from archlab.study.tune import Point, best
 
 MOST_POINTS = 150
 """Points of a curve that is drawn: more would not be seen, and a hundred runs shall open in a second."""
@@ -182,8 +184,6 @@ def slices(groups: Sequence[Group]) -> list[go.Figure]:
 
 def rates(points: Mapping[str, Sequence[Point]], *, title: str, by_accuracy: bool) -> go.Figure | None:
     """The tuning of each variant: validation loss, or accuracy, against the learning rate; the chosen one is marked."""
-    from archlab.study.tune import best
-
     y = "validation accuracy" if by_accuracy else "validation loss, nats a token"
     found, drawn = figure(title, "learning rate", y, log_x=True), styles(list(points))
     for label, curve in points.items():
@@ -199,6 +199,24 @@ def rates(points: Mapping[str, Sequence[Point]], *, title: str, by_accuracy: boo
             "symbol": ["circle" if p.n_ok == p.n_runs else "circle-open" for p in shown],
         }
         found.add_trace(trace)
+    return found if found.data else None
+
+
+def laws(fits: Mapping[str, Fit | None], rows: Mapping[str, Sequence[Row]], metric: str) -> go.Figure | None:
+    """The sizes of each variant with their law; a size whose rate was not tuned inside its grid is hollow."""
+    found, drawn = figure("loss against training FLOPs", "training FLOPs", metric, log_x=True), styles(list(rows))
+    for variant, some in rows.items():
+        if not some:
+            continue
+        style, law = drawn[variant], fits.get(variant)
+        flops = [next(iter(r.values("flops/train_total").values())) for r in some]
+        means = [statistics.fmean(r.values(metric).values()) for r in some]
+        symbols = [style.symbol if r.curve and r.lr_is_inside else f"{style.symbol}-open" for r in some]
+        marker = {"color": style.colour, "symbol": symbols, "size": 9}
+        found.add_trace(go.Scatter(x=flops, y=means, mode="markers", name=variant, marker=marker))
+        if law is not None:
+            xs = [law.unit_flops * (max(flops) / law.unit_flops) ** (i / 60) for i in range(61)]
+            found.add_trace(_line(f"{variant}: law", style, xs, [law.loss(x) for x in xs]))
     return found if found.data else None
 
 

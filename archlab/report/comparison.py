@@ -1,23 +1,24 @@
 """Runs as they may be compared: seeds of one variant together, runs of different data apart."""
 
 import re
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from archlab.errors import UsageError
 from archlab.measure.units import contexts
 from archlab.run import record
+from archlab.study import statistics
+from archlab.study.statistics import LEAST_SEEDS
 
 CONTEXT = 8192
 """Tokens of context at which caches and latencies are compared, where they were measured there."""
 
-LEAST_SEEDS = 2
-"""Seeds that a place in the ranking takes: one cannot tell an effect from noise."""
+LOSS = "quality/val_loss"
 
 UNTOLD = ("seed=", "data.seed=", "init_seed=", "hydra.", "train.resume=")
 """Settings that tell no variant from another."""
@@ -63,14 +64,18 @@ class Variant:
     def values(self, key: str) -> list[float]:
         return [entries[key] for entries in self.ok if entries.get(key) is not None]
 
+    def by_seed(self, key: str) -> dict[int, float]:
+        """The same by seed."""
+        return {entries["seed"]: entries[key] for entries in self.ok if entries.get(key) is not None}
+
     def mean(self, key: str) -> float | None:
         values = self.values(key)
-        return statistics.fmean(values) if values else None
+        return fmean(values) if values else None
 
     def deviation(self, key: str) -> float | None:
         """The standard deviation between seeds; None of a single one."""
         values = self.values(key)
-        return statistics.stdev(values) if len(values) > 1 else None
+        return stdev(values) if len(values) > 1 else None
 
     def count(self, status: str) -> int:
         return sum(run.status == status for run in self.runs)
@@ -104,14 +109,15 @@ class Comparison:
 
     @cached_property
     def ranks(self) -> dict[str, str]:
-        """Place by mean validation loss, of variants with enough seeds. Two whose seeds overlap share a place."""
-        able = [v for v in self.variants if len(v.values("quality/val_loss")) >= LEAST_SEEDS]
-        places, leader = {}, None
-        for i, variant in enumerate(sorted(able, key=lambda v: v.mean("quality/val_loss")), start=1):
-            losses = variant.values("quality/val_loss")
-            if leader is None or min(losses) > leader[1]:
-                leader = (i, max(losses))
-            places[variant.label] = f"{leader[0]}{'=' if leader[0] != i else ''}"
+        """Place by mean validation loss, of variants with enough seeds. One shares the place of the variant before it
+        unless their paired difference over seeds excludes 0, corrected for the number of places (Bonferroni)."""
+        able = [v for v in self.variants if len(v.by_seed(LOSS)) >= LEAST_SEEDS]
+        places: dict[str, str] = {}
+        leader, place = None, 0
+        for i, variant in enumerate(sorted(able, key=lambda v: v.mean(LOSS)), start=1):
+            if leader is None or _differs(leader, variant, n_tests=max(1, len(able) - 1)):
+                leader, place = variant, i
+            places[variant.label] = f"{place}{'=' if place != i else ''}"
         return places
 
     @property
@@ -123,14 +129,21 @@ class Comparison:
         if len({frozenset(e["seed"] for e in v.ok) for v in self.variants if v.ok}) > 1:
             notes.append("not of the same seeds")
         notes = [f"these runs were {note}" for note in notes]
-        if any(0 < len(v.values("quality/val_loss")) < LEAST_SEEDS for v in self.variants):
-            notes.append(
-                f"a place in the ranking takes {LEAST_SEEDS} seeds of a variant: one cannot tell an effect from noise"
-            )
+        if any(0 < len(v.values(LOSS)) < LEAST_SEEDS for v in self.variants):
+            notes.append(f"a place in the ranking takes {LEAST_SEEDS} seeds of a variant: fewer rank nothing")
         return notes
 
     def _distinct(self, key: str) -> set[Any]:
         return {entries[key] for entries in self.records if key in entries}
+
+
+def _differs(first: Variant, second: Variant, *, n_tests: int) -> bool:
+    """Whether two variants differ in their loss, over the seeds that both have."""
+    x, y = first.by_seed(LOSS), second.by_seed(LOSS)
+    seeds = sorted(x.keys() & y.keys())
+    if len(seeds) < LEAST_SEEDS:
+        return False
+    return statistics.paired([x[s] for s in seeds], [y[s] for s in seeds]).p * n_tests <= 1 - statistics.LEVEL
 
 
 def read(folders: Iterable[Path]) -> list[Run]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from archlab.measure.units import human_bytes, human_context, human_count
 from archlab.report import records
 from archlab.report.group import Group, metrics
+from archlab.study import ladder
 from archlab.study.analysis import CONFOUNDS, Analysis, Comparison, Row
 from archlab.study.spec import COUNTS
 from archlab.study.statements import FAILS, HOLDS, UNDECIDED, Finding, judge, tally
@@ -149,11 +150,44 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
         title=analysis.spec.name,
         says=f"{analysis.spec.says[:1].upper()}{analysis.spec.says[1:]}.",
         findings=[vars(f) | {"css": CSS[f.verdict]} for f in findings],
-        sections=[*(_section(analysis, task) for task in analysis.spec.tasks), _confounds(analysis)],
+        sections=[*_laws(analysis), *(_section(analysis, t) for t in analysis.spec.tasks), _confounds(analysis)],
         sources=sources(analysis),
     )
     every = [r for row in analysis.rows.values() for r in row.records if r is not None]
     return [text, page, *records.write(every, folder)]
+
+
+def _laws(analysis: Analysis):
+    """The power laws of a ladder, and where they cross; nothing of another study."""
+    from archlab.report import charts, html
+
+    if not analysis.spec.ladder:
+        return []
+    points = {
+        v: [r for r in analysis.rows.values() if r.variant == v and r.values("flops/train_total")]
+        for v in analysis.spec.variants
+    }
+    chart = charts.laws(analysis.ladder, points, analysis.spec.metric)
+    tables = [("", ladder.table(analysis.ladder))]
+    return [html.Section("Loss against training FLOPs", tables=tables, figures=[chart], notes=crossings(analysis))]
+
+
+def crossings(analysis: Analysis) -> list[str]:
+    """For each variant, where its law crosses the reference's, how sure that is, and how far beyond what was measured."""
+    laws, reference = analysis.ladder, analysis.spec.reference
+    largest = max((f for r in analysis.rows.values() for f in r.values("flops/train_total").values()), default=0.0)
+    found = []
+    for variant, law in laws.items():
+        base = laws.get(reference)
+        if variant == reference or law is None or base is None:
+            continue
+        at = ladder.crossing(law, base, largest)
+        if at is None:
+            found.append(f"{variant} and {reference} do not cross within 10,000 times the largest size")
+            continue
+        where = f"{at.flops:.2g} FLOPs ({at.low:.2g} to {at.high:.2g}), {at.beyond:.2g} times the largest size"
+        found.append(f"{variant} crosses {reference} at {where}; {at.share:.0%} of the bootstraps cross")
+    return found
 
 
 def groups(analysis: Analysis, task: str) -> list[Group]:

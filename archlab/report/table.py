@@ -1,8 +1,4 @@
-"""`python -m archlab.report FOLDER... [--out DIR]`: the table and the picture of any set of runs.
-
-It reads their `result.json` and nothing else. The seeds of one variant become one row; runs of different data never
-stand in one table; a ranking takes two seeds of a variant at least; runs that did not end well are counted and named.
-"""
+"""The table of a comparison in a terminal: a row for each variant, and what a reader must know of the rows."""
 
 from collections.abc import Callable, Sequence
 

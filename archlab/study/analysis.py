@@ -15,6 +15,7 @@ from archlab.errors import UsageError
 from archlab.run.stages import ITEMS_FILE_NAME
 from archlab.study import statistics, timing
 from archlab.study.cells import Cell
+from archlab.study.ladder import Fit, Size, fit
 from archlab.study.plan import Plan
 from archlab.study.spec import Spec
 from archlab.study.statistics import Difference, Estimate
@@ -171,6 +172,17 @@ class Analysis:
         ]
         found = [self.compare(*pair, self.spec.metric) for pair in pairs]
         return corrected(found)
+
+    @cached_property
+    def ladder(self) -> dict[str, Fit | None]:
+        """The power law of each variant through its sizes, where the study is a ladder."""
+        found: dict[str, list[Size]] = {}
+        for row in self.rows.values() if self.spec.ladder else ():
+            flops = list(row.values("flops/train_total").values())
+            if flops:
+                losses = list(row.values(self.spec.metric).values())
+                found.setdefault(row.variant, []).append(Size(flops[0], losses, bool(row.curve) and row.lr_is_inside))
+        return {variant: fit(sizes) for variant, sizes in found.items()}
 
     def row(self, task: str, variant: str) -> Row:
         """Errors: UsageError where the variant takes no part in the task."""

@@ -62,6 +62,7 @@ class Spec:
             another name, which must come out as no difference.
         only: {task: variants} where not all variants take part.
         statements: what the study tests (see `archlab.study.statements`).
+        ladder: whether the tasks are sizes, through whose losses a power law is laid (`archlab.study.ladder`).
         timing: what of each variant is timed, alone, once all runs are done, as `bench=default`; nothing if empty.
         launcher: Hydra's, with its settings.
         cells_dir, dir: where runs are kept, whatever study asked for them, and where this study is.
@@ -84,6 +85,7 @@ class Spec:
     seed_shift: dict[str, int] = field(default_factory=dict)
     only: dict[str, list[str]] = field(default_factory=dict)
     statements: Sequence[dict[str, Any]] = ()
+    ladder: bool = False
     timing: Sequence[str] = ()
     launcher: str = "joblib"
     n_jobs: int = 2

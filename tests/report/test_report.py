@@ -54,7 +54,9 @@ def text(some_runs, width=120):
 
 
 def test_the_command_prints_the_table_and_writes_it_and_the_picture(tmp_path, capsys):
-    leave(tmp_path, *(make(attn, seed=s, loss=l + s / 100) for attn, l in (("gqa", 2), ("mla", 1.9)) for s in (0, 1)))
+    leave(
+        tmp_path, *(make(attn, seed=s, loss=l + s / 100) for attn, l in (("gqa", 2), ("mla", 1.9)) for s in (0, 1, 2))
+    )
     assert main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "mla+moe" in printed
@@ -69,11 +71,11 @@ def test_the_command_prints_the_table_and_writes_it_and_the_picture(tmp_path, ca
     }
     rows = list(csv.DictReader((out / "report.csv").open()))
     by_name = {row["variant"]: row for row in rows}
-    assert float(by_name["gqa+moe"]["quality/val_loss"]) == pytest.approx(2.005)
-    assert float(by_name["gqa+moe"]["quality/val_loss/sd"]) == pytest.approx(0.01 / 2**0.5)
-    assert by_name["mla+moe"]["n_ok"] == "2"
+    assert float(by_name["gqa+moe"]["quality/val_loss"]) == pytest.approx(2.01)
+    assert float(by_name["gqa+moe"]["quality/val_loss/sd"]) == pytest.approx(0.01)
+    assert by_name["mla+moe"]["n_ok"] == "3"
     markdown = (out / "report.md").read_text()
-    assert "| mla+moe | 2 ok | 1 | 1.9050±0.0071 |" in markdown
+    assert "| mla+moe | 3 ok | 1 | 1.9100±0.0100 |" in markdown
     assert "(report.svg)" in markdown
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "report.svg").read_text().startswith("<?xml")
@@ -99,19 +101,21 @@ def test_the_seeds_of_a_variant_are_one_row():
     assert variant.deviation("quality/val_loss") == 1
 
 
-def test_a_ranking_takes_two_seeds_of_a_variant():
-    once = runs(make("gqa", loss=2.0), make("mla", loss=1.9))
-    assert compare(once)[0].ranks == {}
-    assert "one cannot tell an effect from noise" in text(once)
-    assert "rank" not in text(once).splitlines()[2]
-    (c,) = compare(runs(*(make(attn, seed=s, loss=l) for attn, l in (("gqa", 2.0), ("mla", 1.9)) for s in (0, 1))))
-    assert c.ranks == {"mla+moe": "1", "gqa+moe": "2"}
+def test_a_ranking_takes_three_seeds_and_a_difference_that_excludes_none():
+    twice = runs(*(make(attn, seed=s, loss=l) for attn, l in (("gqa", 2.0), ("mla", 1.9)) for s in (0, 1)))
+    assert compare(twice)[0].ranks == {}
+    assert "fewer rank nothing" in text(twice)
+    assert "rank" not in text(twice).splitlines()[2]
 
+    def ranks(**losses):
+        made = [make(name, seed=s, loss=x) for name, values in losses.items() for s, x in enumerate(values)]
+        return compare(runs(*made))[0].ranks
 
-def test_variants_whose_seeds_overlap_share_a_place():
-    losses = {"a": (1.0, 1.2), "b": (1.1, 1.3), "c": (1.15, 1.9), "d": (1.4, 1.6), "e": (2.0, 2.1)}
-    (c,) = compare(runs(*(make(attn, seed=s, loss=l) for attn, pair in losses.items() for s, l in enumerate(pair))))
-    assert c.ranks == {"a+moe": "1", "b+moe": "1=", "d+moe": "3", "c+moe": "3=", "e+moe": "5"}
+    assert ranks(mla=[1.9, 1.92, 1.91], gqa=[2.0, 2.021, 2.01]) == {"mla+moe": "1", "gqa+moe": "2"}
+    # Seeds that do not overlap, but three pairs whose difference is as wide as itself.
+    assert ranks(mla=[1.0, 1.1, 1.2], gqa=[1.21, 1.6, 1.9]) == {"mla+moe": "1", "gqa+moe": "1="}
+    # Seeds that do overlap, and pairs that all say the same.
+    assert ranks(mla=[1.0, 2.0, 3.0], gqa=[1.1, 2.101, 3.099]) == {"mla+moe": "1", "gqa+moe": "2"}
 
 
 def test_figures_of_different_data_stand_in_different_tables(tmp_path, capsys):
