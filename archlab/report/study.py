@@ -173,7 +173,7 @@ def _laws(analysis: Analysis):
 
 
 def crossings(analysis: Analysis) -> list[str]:
-    """For each variant, where its law crosses the reference's, how sure that is, and how far beyond what was measured."""
+    """For each variant, where its law crosses the reference's, how sure that is, and how far outside what was run."""
     laws, reference = analysis.ladder, analysis.spec.reference
     largest = max((f for r in analysis.rows.values() for f in r.values("flops/train_total").values()), default=0.0)
     found = []

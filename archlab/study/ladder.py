@@ -1,5 +1,6 @@
-"""How loss falls with compute: L = E + A C^-a fitted to the sizes of each variant (Kaplan et al. 2020, arXiv:2001.08361;
-the form of Hoffmann et al. 2022, arXiv:2203.15556, in one variable), where two curves cross, and how sure that is.
+"""How loss falls with compute: L = E + A C^-a fitted to the sizes of each variant (Kaplan et al. 2020,
+arXiv:2001.08361; the form of Hoffmann et al. 2022, arXiv:2203.15556, in one variable), where two curves cross, and how
+sure that is.
 
 The law shows only where every size has its own best learning rate: a point whose best rate lies at the end of its grid
 is not fitted.
@@ -25,7 +26,7 @@ LAW = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Size:
-    """One size of a variant: training FLOPs, and the test losses of its seeds. `tuned`: its rate lies inside the grid."""
+    """One size of a variant: training FLOPs, and the test loss of each seed. `tuned`: its rate lies inside the grid."""
 
     flops: float
     losses: Sequence[float]
@@ -77,10 +78,8 @@ def fit(sizes: Sequence[Size], *, seed: int = 0) -> Fit | None:
     if law is None:
         return None
     rng = np.random.default_rng(seed)
-    drawn = (
-        _solve(x, np.array([rng.choice(s.losses, len(s.losses)).mean() for s in tuned])) for _ in range(N_BOOTSTRAPS)
-    )
-    laws = [found for found in drawn if found is not None]
+    means = (np.array([rng.choice(s.losses, len(s.losses)).mean() for s in tuned]) for _ in range(N_BOOTSTRAPS))
+    laws = [found for found in (_solve(x, y) for y in means) if found is not None]
     tail = (1 - LEVEL) / 2
     low, high = np.quantile([found[2] for found in laws or [law]], [tail, 1 - tail])
     return Fit(law, float(low), float(high), unit, laws)

@@ -21,7 +21,7 @@ def test_the_interval_of_a_mean_is_students():
 
 def test_a_paired_difference_takes_out_what_a_seed_gives_to_both():
     seeds = np.array([0.0, 10.0, -7.0, 3.0])
-    x, y = [*seeds, 1.0, 1.1, 0.9, 1.0], seeds
+    x, y = seeds + np.array([1.0, 1.1, 0.9, 1.0]), seeds
     d = statistics.paired(x, y)
     assert d.p == pytest.approx(stats.ttest_rel(x, y).pvalue)
     assert d.excludes_zero
