@@ -55,8 +55,12 @@ def _command(words: list[str]) -> None:
     report.show(analysis, console)
     console.print(f"written: {', '.join(map(str, files))}", highlight=False, markup=False, soft_wrap=True)
     n_failed = sum(row.count("failed") for row in analysis.rows.values())
-    if n_failed:
-        raise ArchlabError(f"{n_failed} cells failed: the table counts them, their result.json says why")
+    n_missing = sum(record is None for row in analysis.rows.values() for record in row.records)
+    if n_failed or n_missing:
+        raise ArchlabError(
+            f"{n_failed} cells failed and {n_missing} left no record: the table counts them, the result.json of each "
+            f"in {spec.cells_dir} says why; the same command tries them again"
+        )
 
 
 def run_study(plan: Plan, console: Console) -> Analysis:

@@ -153,6 +153,7 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
         sections=[*_laws(analysis), *(_section(analysis, t) for t in analysis.spec.tasks), _confounds(analysis)],
         sources=sources(analysis),
     )
+    analysis.keep_seeds()
     every = [r for row in analysis.rows.values() for r in row.records if r is not None]
     return [text, page, *records.write(every, folder)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,8 @@ from archlab.study.plan import Plan
 from archlab.study.spec import Spec
 from archlab.study.statistics import Difference, Estimate
 from archlab.study.tune import Point, best, beyond
+
+SEEDS_READ = "seeds_read.json"
 
 CONFOUNDS = {
     "short convolution": ("conv_size",),
@@ -183,6 +186,22 @@ class Analysis:
                 losses = list(row.values(self.spec.metric).values())
                 found.setdefault(row.variant, []).append(Size(flops[0], losses, bool(row.curve) and row.lr_is_inside))
         return {variant: fit(sizes) for variant, sizes in found.items()}
+
+    @cached_property
+    def added_seeds(self) -> list[int]:
+        """Seeds that were added after a report of this study had been written: who has seen a result may stop where it
+        pleases, so a reader is told."""
+        path = Path(self.spec.dir) / SEEDS_READ
+        if not path.exists():
+            return []
+        read = json.loads(path.read_text(encoding="utf-8"))
+        return [seed for seed in self.spec.seeds if seed not in read]
+
+    def keep_seeds(self) -> None:
+        """Remember the seeds of the first report."""
+        path = Path(self.spec.dir) / SEEDS_READ
+        if not path.exists():
+            path.write_text(json.dumps(list(self.spec.seeds)), encoding="utf-8")
 
     def row(self, task: str, variant: str) -> Row:
         """Errors: UsageError where the variant takes no part in the task."""

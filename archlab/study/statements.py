@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import statistics as plain
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,11 @@ def judge(analysis: Analysis) -> list[Finding]:
     found = [_judge(analysis, statement) for statement in analysis.spec.statements]
     with_p = [f.p for f in found if f.p is not None]
     adjusted = iter(statistics.holm(with_p))
-    return [f if f.p is None else _corrected(f, next(adjusted)) for f in found]
+    found = [f if f.p is None else _corrected(f, next(adjusted)) for f in found]
+    if not (added := analysis.added_seeds):
+        return found
+    told = f"; seeds {', '.join(map(str, added))} were added after a report had been read"
+    return [replace(f, evidence=f.evidence + told) for f in found]
 
 
 def _corrected(finding: Finding, p: float) -> Finding:

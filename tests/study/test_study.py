@@ -56,7 +56,9 @@ def test_a_study_is_run_once_and_only_what_changed_again(study, capsys):
     cells = contents(Path("runs/cells"))
     assert study() == 0
     assert contents(Path("runs/cells")) == cells, "nothing is done twice"
+    capsys.readouterr()
     assert study("seeds=[3,4,5,6]") == 0
+    assert "seeds 6 were added after a report had been read" in capsys.readouterr().out.replace("\n", " ")
     grown = contents(Path("runs/cells"))
     assert cells.items() <= grown.items()
     assert len({p.parent for p in grown}) == len({p.parent for p in cells}) + 2
